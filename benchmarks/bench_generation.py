@@ -113,8 +113,8 @@ def generate(args: argparse.Namespace, model: Path) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     from benchmarks.harness.busy_time import functions_of, kernels_of
-    from swift_megatron_grpo.generation.vllm.fast_decoding import speed_up_decoding
     from swift_megatron_grpo.generation.vllm.fast_logprobs import speed_up_logprobs
+    from swift_megatron_grpo.generation.vllm.fast_outputs import speed_up_decoding
 
     speed_up_logprobs()
     variant = VARIANTS[args.only]

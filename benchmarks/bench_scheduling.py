@@ -72,8 +72,8 @@ def main() -> int:
         activate()
     from vllm import SamplingParams
 
-    from swift_megatron_grpo.generation.vllm.fast_decoding import speed_up_decoding
     from swift_megatron_grpo.generation.vllm.fast_logprobs import speed_up_logprobs
+    from swift_megatron_grpo.generation.vllm.fast_outputs import speed_up_decoding
 
     speed_up_logprobs()
     folder = tempfile.TemporaryDirectory()

@@ -138,7 +138,7 @@ def _check_turns(args: DerivedArguments) -> None:
         return
     with_own_run = [name for name, scheduler in multi_turns.items() if scheduler.run is not MultiTurnScheduler.run]
     turns.check_multi_turn(
-        args.multi_turn_scheduler, args.max_turns, args.use_gym_env, args.gym_env, multi_turns, with_own_run, envs
+        args.multi_turn_scheduler, args.max_turns, args.use_gym_env, args.gym_env, multi_turns, envs, with_own_run
     )
 
 

@@ -25,10 +25,7 @@ class Share:
     reports: bool  # True on the rank whose results count for the engine
 
     def pick(self, requests: Sequence[T]) -> list[T]:
-        """Return a consecutive slice; slices differ in size by at most one.
-
-        Neighbouring completions of one prompt mostly stay together, so they share its cached prefix.
-        """
+        """Return a consecutive slice, so that most completions of one prompt share its cached prefix."""
         begin, end = (len(requests) * i // self.of for i in (self.index, self.index + 1))
         return list(requests[begin:end])
 
@@ -57,14 +54,12 @@ class Generation(Protocol):
     @property
     def is_running(self) -> bool:
         """True while this rank's engine is busy with these requests."""
-        ...
 
     def next(self, newest: int) -> Progress:
         """Wait for progress; call again until all requests are finished.
 
         `newest`: the version of the trainer's weights, which may be newer than those the generation started with.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,37 +91,29 @@ class GenerationEngine(Protocol):
     @property
     def memory_to_wake(self) -> int:
         """Bytes of this rank's GPU that the engine has yet to allocate; 0 if it is awake or on other GPUs."""
-        ...
 
     @property
     def is_new(self) -> bool:
         """True while the engine, or any of its replicas, has not completed a checksummed load."""
-        ...
 
     @property
     def has_vision_tower(self) -> bool:
         """True if the engine, or any of its replicas, holds image, video or audio parts of the model."""
-        ...
 
     def needs_weights(self, version: int) -> bool:
         """Return True if the engine, or any of its replicas, runs weights of another version."""
-        ...
 
     def mark_verified(self) -> None:
         """Allow generation with the last weights sent: they are known to be the trainer's."""
-        ...
 
     def invalidate_weights(self) -> None:
         """Discard the last weights sent, which are not the trainer's: the engine needs them again."""
-        ...
 
     def generate(self, requests: Sequence[Request], group_size: int, sampling: SamplingConfig) -> Generation:
         """Start one completion per request. Each `group_size` neighbours form a group and are returned together."""
-        ...
 
     def wake_weights(self) -> None:
         """Allocate memory for weights; their values are undefined until they are loaded if sleep discarded them."""
-        ...
 
     def load_weights(
         self, weights: NamedWeights, version: int, adapter: AdapterConfig | None, collect_checksums: bool
@@ -135,7 +122,6 @@ class GenerationEngine(Protocol):
 
         `collect_checksums`: make `held_weights` able to report on every tensor of this load.
         """
-        ...
 
     def wake_cache(self) -> None: ...
 
@@ -148,20 +134,17 @@ class GenerationEngine(Protocol):
         Log-probs are at temperature 1 and over the whole vocabulary. Keys are the engine names of `held_weights`.
         Engines with weights of another version are left out.
         """
-        ...
 
     def held_weights(self) -> list[WorkerWeights]:
         """Return what each worker that this rank queries holds of the last weights sent.
 
         Available after a load with `collect_checksums`.
         """
-        ...
 
     def sleep(self) -> None: ...
 
     def answered_requests(self) -> list[AnsweredRequest]:
         """Return the newest requests that servers have answered since the last call; none without servers."""
-        ...
 
     def shutdown(self) -> None: ...
 
@@ -173,11 +156,10 @@ def requests_for(
 
     `with_experts`: how many of them, the first ones, return the experts that routers chose.
     """
-    repeated = [prompt for prompt in prompts for _ in range(per_prompt)]
     first = None if seed is None else _first_seed(seed, version, prompts[0].prompt_id)
     return [
-        Request(index, prompt, None if first is None else first + index, index < with_experts)
-        for index, prompt in enumerate(repeated)
+        Request(index, prompts[index // per_prompt], None if first is None else first + index, index < with_experts)
+        for index in range(len(prompts) * per_prompt)
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from swift.infer_engine import RequestConfig
@@ -67,17 +67,7 @@ def conversation_payload(request: Request) -> dict[str, Any]:
     return payload | {"data_dict": columns}
 
 
-def to_rollout(request: Request, completion: Completion) -> Rollout:
-    return Rollout(
-        prompt=request.prompt,
-        prompt_ids=completion.prompt_ids,
-        completion_ids=completion.completion_ids,
-        logprobs=completion.logprobs,
-        text=completion.text,
-        finish_reason=completion.finish_reason,
-        weights_version=completion.weights_version,
-        sampled=completion.sampled,
-        messages=completion.messages,
-        infos=completion.infos,
-        routed_experts=completion.routed_experts if request.returns_experts else None,
-    )
+def to_rollout(request: Request, completion: Completion, weights_version: int) -> Rollout:
+    values = {field.name: getattr(completion, field.name) for field in fields(completion)}
+    rows = completion.routed_experts if request.returns_experts else None
+    return Rollout(request.prompt, **values | {"weights_version": weights_version, "routed_experts": rows})

@@ -31,13 +31,9 @@ def upstream() -> dict[str, Any]:
         from vllm.v1.worker.gpu import model_runner
         import swift.cli.rollout as script
 
-        from swift_megatron_grpo.generation.server import signals
-
         deploy = rollout.SwiftRolloutDeploy
-        signals.ignore_interrupts()
         aux_check = getattr(VllmConfig, "_verify_aux_output_compatibility", None)
         result = {
-            "ignoring": [name for _, _, name in signals._entries],
             "route": swift_cli.ROUTE_MAPPING["rollout"],
             "script": source(script),
             "rollout_main": source(rollout.rollout_main),
@@ -198,11 +194,6 @@ def test_vllm_aborts_a_request_when_its_task_is_cancelled() -> None:
 def test_an_engine_whose_core_was_killed_reports_an_error() -> None:
     """generation/server/engine_process.py watches this property and exits when it is set."""
     assert "self.engine_core.resources.engine_dead" in upstream()["errored"]
-
-
-def test_every_process_that_vllm_starts_ignores_ctrl_c() -> None:
-    """generation/server/signals.py finds the functions that they run."""
-    assert upstream()["ignoring"] == ["run_engine_core", "run_coordinator", "worker_main"]
 
 
 def test_the_template_encodes_prompts_in_another_thread() -> None:

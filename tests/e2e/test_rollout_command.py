@@ -67,4 +67,4 @@ def test_it_generates_with_the_weights_that_were_sent_and_reports_experts(server
 
 
 def test_sigterm_ends_it_with_all_of_its_processes(server: RolloutServer) -> None:
-    check_server_ends(server, signal.SIGTERM, to_all=False)
+    check_server_ends(server, signal.SIGTERM, from_terminal=False)

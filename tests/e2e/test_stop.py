@@ -140,6 +140,6 @@ def prompts(run: Finished) -> list[tuple[int, str]]:
 def test_ctrl_c_ends_a_rollout_server_with_all_of_its_processes(
     inputs: tuple[Path, Path, Path], tmp_path: Path
 ) -> None:
-    """Ctrl-C sends SIGINT to all of its processes. See test_rollout_command.py for SIGTERM."""
+    """Ctrl-C sends SIGINT to its process group. See test_rollout_command.py for SIGTERM."""
     server = RolloutServer(inputs[1], tmp_path / "server.txt").start().wait()
-    check_server_ends(server, signal.SIGINT, to_all=True)
+    check_server_ends(server, signal.SIGINT, from_terminal=True)

@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,9 @@ class RolloutServer:
     def kill(self) -> None:
         """Send SIGKILL to the server and all its processes."""
         assert self.process is not None
-        os.killpg(self.process.pid, signal.SIGKILL)
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         self.process.wait()
 
     def stop(self) -> int:

@@ -12,12 +12,13 @@ def check_multi_turn(
     use_gym_env: bool | None,
     gym_env: str | None,
     schedulers: Iterable[str],
-    with_own_run: Iterable[str],
     environments: Iterable[str],
+    with_own_run: Iterable[str] = (),
 ) -> None:
     """Raise ValueError if the multi-turn flags are inconsistent or name something unregistered.
 
-    `schedulers`, `environments`: ms-swift's registries; `with_own_run`: schedulers that override `run`.
+    `schedulers`, `environments`: ms-swift's registries; `with_own_run`: schedulers that override `run`, which only
+    servers call.
     """
     if scheduler is None:
         for flag, value in (("max_turns", max_turns), ("use_gym_env", use_gym_env), ("gym_env", gym_env)):

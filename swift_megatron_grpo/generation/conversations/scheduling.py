@@ -4,7 +4,6 @@ conversation for which the engine has no room left."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from swift.infer_engine.protocol import (
@@ -18,33 +17,8 @@ from swift.infer_engine.protocol import (
 from swift.rollout import MultiTurnScheduler
 from swift.rollout.multi_turn import GYMScheduler
 
-from swift_megatron_grpo.generation.conversations.turns import Conversation, Message, Turn, join
-from swift_megatron_grpo.generation.protocol.messages import Completion
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedConversation:
-    """A conversation that its scheduler has ended."""
-
-    conversation: Conversation
-    messages: list[dict[str, Any]]  # from the beginning, as text; the last is the assistant's
-    infos: dict[str, Any]  # reported by scheduler and environment, and num_turns
-    finish_reason: str  # of the last turn
-
-    def to_completion(self, weights_version: int) -> Completion:
-        """Convert to a completion of one prompt, which starts at the first trained token."""
-        return Completion(
-            prompt_ids=self.conversation.prompt_ids,
-            completion_ids=self.conversation.completion_ids,
-            logprobs=self.conversation.logprobs,
-            text=self.messages[-1]["content"],
-            finish_reason=self.finish_reason,
-            weights_version=weights_version,
-            sampled=self.conversation.sampled,
-            messages=self.messages,
-            infos=self.infos,
-            routed_experts=self.conversation.routed_experts,
-        )
+from swift_megatron_grpo.generation.conversations.turns import Message, Turn, join
+from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS, Completion
 
 
 def to_turn(response: ChatCompletionResponse) -> Turn:
@@ -53,8 +27,12 @@ def to_turn(response: ChatCompletionResponse) -> Turn:
     return Turn(list(response.prompt_token_ids), list(choice.token_ids), logprobs, choice.routed_experts)
 
 
-def finish(output: RolloutOutput, turns: Sequence[Turn], decode: Callable[[list[int]], str]) -> FinishedConversation:
-    """Combine a scheduler's output with the recorded turns."""
+def finish(output: RolloutOutput, turns: Sequence[Turn], decode: Callable[[list[int]], str]) -> Completion:
+    """Combine a scheduler's output with the recorded turns to a completion of one prompt.
+
+    The completion starts at the first trained token. Its messages are those from the beginning, as text; its infos are
+    reported by scheduler and environment.
+    """
     choice = output.response.choices[0]
     masked = [
         Message(list(ids), [bool(value) for value in mask])
@@ -66,8 +44,18 @@ def finish(output: RolloutOutput, turns: Sequence[Turn], decode: Callable[[list[
     messages = [{**message, "content": _as_text(message["content"], decode)} for message in messages]
     conversation = join(turns, masked)
     lost = {"lost_turns": conversation.lost_turns} if conversation.lost_turns else {}
-    infos = {**output.rollout_infos, "num_turns": len(turns), **lost}
-    return FinishedConversation(conversation, messages, infos, choice.finish_reason)
+    return Completion(
+        prompt_ids=conversation.prompt_ids,
+        completion_ids=conversation.completion_ids,
+        logprobs=conversation.logprobs,
+        text=messages[-1]["content"],
+        finish_reason="length" if choice.finish_reason == "length" else "stop",  # schedulers may report others
+        weights_version=NO_WEIGHTS,  # set by the engine
+        sampled=conversation.sampled,
+        messages=messages,
+        infos={**output.rollout_infos, "num_turns": len(turns), **lost},
+        routed_experts=conversation.routed_experts,
+    )
 
 
 def _drop_unanswered(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

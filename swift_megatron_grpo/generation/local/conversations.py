@@ -22,7 +22,6 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from swift_megatron_grpo.generation.conversations.scheduling import (
-    FinishedConversation,
     close_environment,
     empty_response,
     end_without_room,
@@ -35,6 +34,7 @@ from swift_megatron_grpo.generation.conversations.turns import Turn, sampled_any
 from swift_megatron_grpo.generation.interface import Request
 from swift_megatron_grpo.generation.local.engine import LocalVllm
 from swift_megatron_grpo.generation.local.sampling import run_batch
+from swift_megatron_grpo.generation.protocol.messages import Completion
 from swift_megatron_grpo.generation.requests import conversation_request, request_config, to_rollout
 from swift_megatron_grpo.generation.vllm.images import placeholder_tokens
 from swift_megatron_grpo.runtime.stopping.request import StopRequest
@@ -73,7 +73,7 @@ def converse(
     has_room: HasRoom,
     tokens_of_all_turns: int | None = None,
     placeholders: frozenset[int] = frozenset(),
-) -> list[FinishedConversation]:
+) -> list[Completion]:
     """Run conversations to their ends, in lockstep.
 
     `infer` generates one turn of each unfinished conversation; `has_room` returns True if another turn fits. A
@@ -157,7 +157,7 @@ class MultiTurnVllm(LocalVllm):
             if others_wait:
                 self._broadcast(None)
         return [
-            to_rollout(request, conversation.to_completion(self._weights_version))
+            to_rollout(request, conversation, self._weights_version)
             for request, conversation in zip(requests, finished, strict=True)
         ]
 

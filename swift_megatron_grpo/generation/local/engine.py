@@ -34,8 +34,8 @@ from swift_megatron_grpo.generation.local.engine_settings import further_setting
 from swift_megatron_grpo.generation.local.sampling import GiveUp, sample
 from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS
 from swift_megatron_grpo.generation.vllm.adapter import load_adapter
-from swift_megatron_grpo.generation.vllm.fast_decoding import speed_up_decoding
 from swift_megatron_grpo.generation.vllm.fast_logprobs import speed_up_logprobs
+from swift_megatron_grpo.generation.vllm.fast_outputs import speed_up_decoding
 from swift_megatron_grpo.generation.vllm.images import EngineForImages, has_vision_tower
 from swift_megatron_grpo.generation.vllm.sampling import scoring_input, scoring_params, text_logprobs
 from swift_megatron_grpo.runtime.stopping.request import StopRequest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,60 +17,65 @@ from swift_megatron_grpo.settings.config import VllmConfig
 from swift_megatron_grpo.weights.load import quantization
 
 _FLAG = "--vllm_engine_kwargs"
+_SAME_NAMES = (
+    "tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "max_num_seqs", "enforce_eager",
+    "enable_prefix_caching", "disable_cascade_attn", "limit_mm_per_prompt", "mm_processor_cache_gb",
+)  # fmt: skip
 
 
 def check_engine_settings(config: VllmConfig) -> None:
     """Raise ValueError if vLLM refuses the settings. It reads the model's config for this, and no weights."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    dtype = str(config.dtype).removeprefix("torch.")
     device = quantization.refusal_of_device(capability, config.has_experts)
-    quantization.check_quantization(config.quantization, config.lora_rank is not None, dtype, device)
-    problem = _problem(config, config.engine_kwargs)
+    quantization.check_quantization(config.quantization, config.lora_rank is not None, _name(config.dtype), device)
+    problem = _problem(config)
     if problem is None:
         return
-    if config.returns_experts and _problem(replace(config, returns_experts=False), config.engine_kwargs) is None:
+    if config.returns_experts and _problem(replace(config, returns_experts=False)) is None:
         raise ValueError(
             "vLLM cannot report the experts that its routers choose with these settings, and --router_replay_mode R3 "
             f"and --router_agreement_samples read them: {problem}; use --router_replay_mode R2 or disabled, and "
             "--router_agreement_samples 0"
         )
-    if config.quantization != "none" and _problem(replace(config, quantization="none"), config.engine_kwargs) is None:
+    if config.quantization != "none" and _problem(replace(config, quantization="none")) is None:
         raise ValueError(
             f"--rollout_quantization {config.quantization}: this vLLM refuses it: {problem}; install vLLM 0.25.1, or "
             "use --rollout_quantization none"
         )
-    for name, value in config.engine_kwargs.items():
-        others = {other: kept for other, kept in config.engine_kwargs.items() if other != name}
-        if _problem(config, others) is None:
-            raise ValueError(f"{_FLAG}: vLLM refuses {name} = {value!r}: {problem}; correct it, or leave it out")
+    kwargs = config.engine_kwargs
+    for name in kwargs:
+        if _problem(replace(config, engine_kwargs={other: kwargs[other] for other in kwargs if other != name})) is None:
+            raise ValueError(f"{_FLAG}: vLLM refuses {name} = {kwargs[name]!r}: {problem}; correct it, or leave it out")
     flags = f"--vllm_max_model_len {config.max_model_len} --vllm_max_num_seqs {config.max_num_seqs}"
-    if config.engine_kwargs:
-        flags += f" {_FLAG} with {', '.join(config.engine_kwargs)}"
+    if kwargs:
+        flags += f" {_FLAG} with {', '.join(kwargs)}"
     raise ValueError(f"vLLM refuses the settings of this run: {problem}; change {flags}")
 
 
-def _problem(config: VllmConfig, engine_kwargs: Mapping[str, Any]) -> str | None:
-    """Return vLLM's reason to refuse these settings; None: it accepts them."""
+def _problem(config: VllmConfig) -> str | None:
+    """Return vLLM's reason to refuse these settings in one line; None: it accepts them."""
     with _without_traces():
         try:
-            _engine_args(config, dict(engine_kwargs)).create_engine_config()
+            EngineArgs(  # as ms-swift's engine builds them: it leaves out what is None, too
+                model=config.model_dir,
+                dtype=_name(config.dtype),
+                seed=config.seed,
+                trust_remote_code=True,
+                **{name: value for name, value in shared_settings(config).items() if value is not None},
+                **further_settings(config),
+                **config.engine_kwargs,
+            ).create_engine_config()
+        except ValidationError as error:  # several lines, and the address of a manual
+            fault = error.errors()[0]
+            return f"{fault['msg']} ({'.'.join(map(str, fault['loc']))})"
         except (ValueError, TypeError, AssertionError, NotImplementedError) as error:
-            return _reason(error)
+            return " ".join(str(error).split()) or type(error).__name__
     return None
 
 
 def shared_settings(config: VllmConfig) -> dict[str, Any]:
     """Return the settings that ms-swift's engine and vLLM's EngineArgs have under the same names."""
-    return {
-        "tensor_parallel_size": config.tensor_parallel_size,
-        "gpu_memory_utilization": config.gpu_memory_utilization,
-        "max_model_len": config.max_model_len,
-        "max_num_seqs": config.max_num_seqs,
-        "enforce_eager": config.enforce_eager,
-        "enable_prefix_caching": config.enable_prefix_caching,
-        "disable_cascade_attn": config.disable_cascade_attn,
-        "limit_mm_per_prompt": config.limit_mm_per_prompt,
-        "mm_processor_cache_gb": config.mm_processor_cache_gb,
+    return {name: getattr(config, name) for name in _SAME_NAMES} | {
         "enable_lora": config.lora_rank is not None,
         "max_lora_rank": config.lora_rank or 16,
         "distributed_executor_backend": "external_launcher",
@@ -85,25 +90,8 @@ def further_settings(config: VllmConfig) -> dict[str, Any]:
     return {"hf_overrides": dict(config.hf_overrides), **reports, **quantization.engine_settings(config.quantization)}
 
 
-def _engine_args(config: VllmConfig, engine_kwargs: dict[str, Any]) -> EngineArgs:
-    """Return the arguments that ms-swift's engine will have; it leaves out what is None, too."""
-    return EngineArgs(
-        model=config.model_dir,
-        dtype=str(config.dtype).removeprefix("torch."),
-        seed=config.seed,
-        trust_remote_code=True,
-        **{name: value for name, value in shared_settings(config).items() if value is not None},
-        **further_settings(config),
-        **engine_kwargs,
-    )
-
-
-def _reason(error: Exception) -> str:
-    """Return the first fault in one line; pydantic's errors have several lines, and the address of a manual."""
-    if isinstance(error, ValidationError):
-        fault = error.errors()[0]
-        return f"{fault['msg']} ({'.'.join(map(str, fault['loc']))})"
-    return " ".join(str(error).split()) or type(error).__name__
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from swift.infer_engine import GRPOVllmEngine
 from vllm import SamplingParams
 
 from swift_megatron_grpo.generation.interface import Request
-from swift_megatron_grpo.generation.requests import infer_request, request_config
-from swift_megatron_grpo.generation.vllm.sampling import sampled_logprobs, sampling_params
+from swift_megatron_grpo.generation.requests import infer_request, request_config, to_rollout
+from swift_megatron_grpo.generation.vllm.sampling import sampling_params, to_completion
 from swift_megatron_grpo.runtime.stopping.request import RunStopped, StopRequest
 from swift_megatron_grpo.settings.config import SamplingConfig
 from swift_megatron_grpo.types import Prompt, Rollout
@@ -58,23 +58,10 @@ def sample(
     inputs = [encoded[request.prompt.prompt_id] for request in requests]
     params = (_params(engine, prompt, request, sampling) for prompt, request in zip(inputs, requests, strict=True))
     outputs = run_batch(engine, zip(inputs, params, strict=True), give_up)
-    rollouts = []
-    for request, prompt, output in zip(requests, inputs, outputs, strict=True):
-        completion = output.outputs[0]
-        token_ids = list(completion.token_ids)
-        rollouts.append(
-            Rollout(
-                prompt=request.prompt,
-                prompt_ids=list(output.prompt_token_ids),
-                completion_ids=token_ids,
-                logprobs=sampled_logprobs(completion) if sampling.logprobs else None,
-                text=engine.template.decode_generate_ids(token_ids, template_inputs=prompt["template_inputs"]),
-                finish_reason=completion.finish_reason,
-                weights_version=weights_version,
-                routed_experts=completion.routed_experts if request.returns_experts else None,
-            )
-        )
-    return rollouts
+    return [
+        to_rollout(request, to_completion(engine, prompt, output), weights_version)
+        for request, prompt, output in zip(requests, inputs, outputs, strict=True)
+    ]
 
 
 def _params(

@@ -47,6 +47,9 @@ class Refused(ServerFailure):
         self.status = status
 
 
+Accept = Callable[[int, Completion | Refused], None]  # receives a request's place in its batch
+
+
 class Client:
     """The routes of one server as methods. All of them raise ServerFailure."""
 
@@ -65,20 +68,11 @@ class Client:
         with _as_invalid("its status"):
             return ServerStatus.from_json(response)
 
-    async def generate(self, payload: dict[str, Any], timeout: float) -> Completion:
-        response = await self._request("POST", Routes.GENERATE, timeout, payload)
-        with _as_invalid("its completion"):
-            return Completion.from_json(response)
-
-    async def generate_batch(
-        self, payloads: Sequence[dict[str, Any]], timeout: float, accept: Callable[[int, Completion | Refused], None]
-    ) -> None:
+    async def generate_batch(self, payloads: Sequence[dict[str, Any]], timeout: float, accept: Accept) -> None:
         """Send requests together. Call `accept` with the place and the response of each, as soon as it arrives."""
         await self._cancellable(self._receive_batch(payloads, timeout, accept))
 
-    async def _receive_batch(
-        self, payloads: Sequence[dict[str, Any]], timeout: float, accept: Callable[[int, Completion | Refused], None]
-    ) -> None:
+    async def _receive_batch(self, payloads: Sequence[dict[str, Any]], timeout: float, accept: Accept) -> None:
         missing, unfinished = set(range(len(payloads))), b""
         async with self._response("POST", Routes.GENERATE_BATCH, timeout, {"json": {"requests": payloads}}) as response:
             async for chunk in response.content.iter_any():
@@ -117,7 +111,12 @@ class Client:
     async def _request(
         self, method: str, route: str, timeout: float, payload: dict[str, Any] | bytes | None = None
     ) -> dict[str, Any]:
-        return await self._cancellable(self._send(method, route, timeout, payload))
+        async def send() -> dict[str, Any]:
+            body = {"data": payload} if isinstance(payload, bytes) else {"json": payload}
+            async with self._response(method, route, timeout, body) as response:
+                return _json_object(await response.text(errors="replace"))
+
+        return await self._cancellable(send())
 
     async def _cancellable(self, request: Coroutine[Any, Any, T]) -> T:
         """Await a request that `cancel_requests` can cancel."""
@@ -132,13 +131,6 @@ class Client:
             raise Unreachable("the request was cancelled because the server is lost") from None
         finally:
             self._in_flight.discard(task)
-
-    async def _send(
-        self, method: str, route: str, timeout: float, payload: dict[str, Any] | bytes | None
-    ) -> dict[str, Any]:
-        body = {"data": payload} if isinstance(payload, bytes) else {"json": payload}
-        async with self._response(method, route, timeout, body) as response:
-            return _json_object(await response.text(errors="replace"))
 
     @asynccontextmanager
     async def _response(
@@ -165,19 +157,16 @@ class ImageUploads:
         self._sent: dict[str, asyncio.Task[None]] = {}  # by digest
 
     async def send(self, files: Mapping[str, bytes], timeout: float) -> None:
-        """Send what has not been sent. Requests that need the same image wait for one upload."""
+        """Send what has not been sent, or whose upload failed. Requests that need the same image share one upload."""
+        uploads = []
         for digest, content in files.items():
-            if digest not in self._sent:
-                self._sent[digest] = asyncio.create_task(self._client.put_image(digest, content, timeout))
-        for digest in files:
             upload = self._sent.get(digest)
-            if upload is None:
-                continue
-            try:
-                await asyncio.shield(upload)
-            finally:
-                if upload.done() and (upload.cancelled() or upload.exception() is not None):
-                    self._sent.pop(digest, None)
+            if upload is None or (upload.done() and (upload.cancelled() or upload.exception() is not None)):
+                upload = asyncio.create_task(self._client.put_image(digest, content, timeout))
+                self._sent[digest] = upload
+            uploads.append(upload)
+        for upload in uploads:
+            await asyncio.shield(upload)
 
     def forget(self, files: Mapping[str, bytes]) -> None:
         """Send these images again when they are needed: the server does not have them."""

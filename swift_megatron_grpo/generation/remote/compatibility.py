@@ -5,72 +5,63 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from swift_megatron_grpo.generation.protocol.messages import ConversationSettings, ServerStatus
+from swift_megatron_grpo.generation.protocol.messages import PROTOCOL, ConversationSettings, ServerStatus
 from swift_megatron_grpo.generation.remote.client import Refused
 from swift_megatron_grpo.settings.config import RemoteTurnsConfig, ServerConfig
 from swift_megatron_grpo.weights.load.quantization import mismatch
 
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
-_NO_IMAGES = '--vllm_limit_mm_per_prompt \'{"image": 0, "video": 0}\''
 _SEVERAL_SAMPLES = ("thinking_tips_scheduler",)  # schedulers that return several samples per request
 _PLUGIN_HINT = "and --external_plugins with the file that registers whatever is not part of ms-swift"
 
 
-def problems_of(status: ServerStatus, config: ServerConfig, protocol: int) -> list[str]:
+def problems_of(status: ServerStatus, config: ServerConfig) -> list[str]:
     """Return the reasons why a server with this status cannot serve this run."""
-    problems = []
-    if status.protocol != protocol:
+    if status.protocol != PROTOCOL:
         return [
             f"it runs swift_megatron_grpo {status.plugin}, which uses another protocol version; "
             "install the same version"
         ]
-    different = {
-        key: f"{key} is {value!r} there and {config.model[key]!r} here"
-        for key, value in status.model.items()
-        if key in config.model and config.model[key] != value
+    rank = config.lora_rank
+    problems = {
+        f"its vllm_max_model_len ({status.max_model_len}) is shorter than the text that verifies its weights; "
+        f"start it with --vllm_max_model_len {config.needed_length}": status.max_model_len < config.least_length,
+        f"it accepts {status.images_per_prompt} images in a prompt, and a row of the dataset has {config.images}; "
+        f"""start it with --vllm_limit_mm_per_prompt '{{"image": {config.images}, "video": 0}}'""": (
+            status.images_per_prompt < config.images
+        ),
+        "it was started with max_logprobs 0 in --vllm_engine_kwargs, so it cannot return the log-probs of sampled "
+        "tokens, which measure how far the policy has moved since; leave that setting out": status.max_logprobs == 0,
+        "it does not report the experts that its routers choose, which --router_replay_mode R3 and "
+        "--router_agreement_samples read; start it with --vllm_engine_kwargs "
+        """'{"enable_return_routed_experts": true}'""": config.returns_experts and not status.returns_experts,
+        "--vllm_enable_lora true must be set for the server as well; start it with --vllm_enable_lora true": (
+            rank is not None and not status.enable_lora
+        ),
+        f"its vllm_max_lora_rank ({status.max_lora_rank}) is below --lora_rank {rank}; start it with "
+        f"--vllm_max_lora_rank {rank}": rank is not None and status.enable_lora and status.max_lora_rank < rank,
     }
-    if different:
-        advice = "start it with the --model of this run"
-        if "torch_dtype" in different:
-            advice += f", and with --torch_dtype {config.model['torch_dtype']}"
-        if any(key.startswith("rope_") for key in different):
-            advice += """, and with --vllm_engine_kwargs '{"hf_overrides": {"rope_parameters": {...}}}' if that has """
-            advice += "--rope_scaling"
-        problems.append(f"it runs another model: {', '.join(different.values())}; {advice}")
-    if status.max_model_len < config.least_length:
-        problems.append(
-            f"its vllm_max_model_len ({status.max_model_len}) is shorter than the text that verifies its weights; "
-            f"start it with --vllm_max_model_len {config.needed_length}"
-        )
-    if status.images_per_prompt < config.images:
-        problems.append(
-            f"it accepts {status.images_per_prompt} images in a prompt, and a row of the dataset has {config.images}; "
-            f"""start it with --vllm_limit_mm_per_prompt '{{"image": {config.images}, "video": 0}}'"""
-        )
-    if status.max_logprobs == 0:
-        problems.append(
-            "it was started with max_logprobs 0 in --vllm_engine_kwargs, so it cannot return the log-probs of sampled "
-            "tokens, which measure how far the policy has moved since; leave that setting out"
-        )
-    if config.returns_experts and not status.returns_experts:
-        problems.append(
-            "it does not report the experts that its routers choose, which --router_replay_mode R3 and "
-            "--router_agreement_samples read; start it with --vllm_engine_kwargs "
-            """'{"enable_return_routed_experts": true}'"""
-        )
-    if (differs := mismatch(config.quantization, status.quantization)) is not None:
-        problems.append(differs)
-    problems += conflicts_with_run(status.conversations, config.turns)
-    if config.lora_rank is not None and not status.enable_lora:
-        problems.append(
-            "--vllm_enable_lora true must be set for the server as well; start it with --vllm_enable_lora true"
-        )
-    elif config.lora_rank is not None and status.max_lora_rank < config.lora_rank:
-        problems.append(
-            f"its vllm_max_lora_rank ({status.max_lora_rank}) is below --lora_rank {config.lora_rank}; start it with "
-            f"--vllm_max_lora_rank {config.lora_rank}"
-        )
-    return problems
+    quantization = mismatch(config.quantization, status.quantization)
+    return [
+        *_other_model(status.model, config.model),
+        *(problem for problem, is_present in problems.items() if is_present),
+        *([] if quantization is None else [quantization]),
+        *conflicts_with_run(status.conversations, config.turns),
+    ]
+
+
+def _other_model(there: Mapping[str, object], here: Mapping[str, object]) -> list[str]:
+    different = [key for key in there if key in here and here[key] != there[key]]
+    if not different:
+        return []
+    values = ", ".join(f"{key} is {there[key]!r} there and {here[key]!r} here" for key in different)
+    advice = "start it with the --model of this run"
+    if "torch_dtype" in different:
+        advice += f", and with --torch_dtype {here['torch_dtype']}"
+    if any(key.startswith("rope_") for key in different):
+        advice += """, and with --vllm_engine_kwargs '{"hf_overrides": {"rope_parameters": {...}}}' if that has """
+        advice += "--rope_scaling"
+    return [f"it runs another model: {values}; {advice}"]
 
 
 def notes_on(status: ServerStatus, config: ServerConfig) -> list[str]:
@@ -112,29 +103,36 @@ def unreachable(url: str, waited: float, reason: str) -> str:
     )
 
 
-# ---- servers of one run
-
-
-def vision_tower_conflicts(has_vision_tower: Mapping[str, bool]) -> list[str]:
-    """Return the conflicts between the servers of a run, which all receive the same tensors."""
-    if len(set(has_vision_tower.values())) < 2:
-        return []
-    holding = ", ".join(url for url, held in has_vision_tower.items() if held)
-    return [
-        f"some rollout servers hold the image and video parts of the model ({holding}) and others do not; start all of "
-        f"them with {_NO_IMAGES}, or all without"
-    ]
-
-
-# ---- multi-turn conversations
+def conflicts_between(statuses: Mapping[str, ServerStatus]) -> list[str]:
+    """Return the conflicts between the servers of one run, by URL: all receive the same tensors and requests."""
+    conflicts = []
+    if len({status.conversations for status in statuses.values()}) > 1:
+        listed = "; ".join(
+            f"{url}: {'none' if status.conversations is None else _as_flags(status.conversations)}"
+            for url, status in statuses.items()
+        )
+        conflicts += [
+            f"the rollout servers have different multi-turn flags; start all of them with the same ones ({listed})"
+        ]
+    if len({status.has_vision_tower for status in statuses.values()}) > 1:
+        holding = ", ".join(url for url, status in statuses.items() if status.has_vision_tower)
+        conflicts += [
+            f"some rollout servers hold the image and video parts of the model ({holding}) and others do not; start "
+            """all of them with --vllm_limit_mm_per_prompt '{"image": 0, "video": 0}', or all without"""
+        ]
+    return conflicts
 
 
 def conflicts_with_run(server: ConversationSettings | None, run: RemoteTurnsConfig | None) -> list[str]:
     """Return the conflicts between one server and this run. Settings that the run leaves out are the server's."""
-    if run is None:
-        return [] if server is None else [_not_requested(server)]
     if server is None:
-        return [_not_configured(run)]
+        return [] if run is None else [_not_configured(run)]
+    if run is None:
+        return [
+            f"it runs multi-turn conversations ({_as_flags(server)}), but this run requests single-turn completions; "
+            f"add --multi_turn_scheduler {server.scheduler} here (or --vllm_server_pass_dataset true, as scripts for "
+            "ms-swift's trainer do), or start it without"
+        ]
     if server.scheduler in _SEVERAL_SAMPLES:
         return [
             f"its --multi_turn_scheduler {server.scheduler} returns several samples of one request, but here a "
@@ -153,39 +151,18 @@ def conflicts_with_run(server: ConversationSettings | None, run: RemoteTurnsConf
     ]
 
 
-def conflicts_between_servers(conversations: Mapping[str, ConversationSettings | None]) -> list[str]:
-    """Return the conflicts between the servers of one run, given their settings by URL."""
-    if len(set(conversations.values())) < 2:
-        return []
-    listed = "; ".join(
-        f"{url}: {'none' if settings is None else _as_flags(settings)}" for url, settings in conversations.items()
-    )
-    return [f"the rollout servers have different multi-turn flags; start all of them with the same ones ({listed})"]
-
-
-def _not_requested(server: ConversationSettings) -> str:
-    return (
-        f"it runs multi-turn conversations ({_as_flags(server)}), but this run requests single-turn completions; add "
-        f"--multi_turn_scheduler {server.scheduler} here (or --vllm_server_pass_dataset true, as scripts for "
-        "ms-swift's trainer do), or start it without"
-    )
-
-
 def _not_configured(run: RemoteTurnsConfig) -> str:
-    flags = [
-        f"--multi_turn_scheduler {run.scheduler or 'NAME'}",
-        *([] if run.max_turns is None else [f"--max_turns {run.max_turns}"]),
-        *([] if run.gym_env is None else [f"--gym_env {run.gym_env}"]),
-    ]
+    begin = "it was started without --multi_turn_scheduler, but this run"
     if run.requested_by is None:
         return (
-            "it was started without --multi_turn_scheduler, but this run has no reward function, so an environment of "
-            "the server must grade; use --reward_funcs here, or start it with --multi_turn_scheduler gym_scheduler "
-            f"--use_gym_env true --gym_env NAME, {_PLUGIN_HINT}"
+            f"{begin} has no reward function, so an environment of the server must grade; use --reward_funcs here, or "
+            "start it with --multi_turn_scheduler gym_scheduler --use_gym_env true --gym_env NAME, "
+            f"{_PLUGIN_HINT}"
         )
+    flags = _as_flags(ConversationSettings(run.scheduler or "NAME", run.max_turns, run.gym_env, use_gym_env=False))
     return (
-        f"it was started without --multi_turn_scheduler, but this run requests multi-turn conversations "
-        f"({run.requested_by}); start it with {' '.join(flags)}, {_PLUGIN_HINT}, or leave {run.requested_by} out here"
+        f"{begin} requests multi-turn conversations ({run.requested_by}); start it with {flags}, {_PLUGIN_HINT}, or "
+        f"leave {run.requested_by} out here"
     )
 
 

@@ -8,13 +8,12 @@ refused is retried last, on another server if there is one.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _NO_SLOTS: Mapping[str, int] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
+class Assignment(NamedTuple):
     request: int
     server: str
 
@@ -24,7 +23,7 @@ class Dispatcher:
 
     def __init__(self, requests: int) -> None:
         self._waiting = list(range(requests - 1, -1, -1))  # the next one is the last
-        self._running: dict[str, set[int]] = {}  # by admitted server
+        self.running: dict[str, set[int]] = {}  # requests, by admitted server
         self._slots: dict[str, int] = {}
         self._refusals: dict[int, list[str]] = {}  # servers that refused it, by request
         self.unfinished = requests
@@ -41,12 +40,12 @@ class Dispatcher:
     def admit(self, server: str, slots: int) -> None:
         """Add a server that is alive and has the right weights."""
         self._slots[server] = slots
-        self._running.setdefault(server, set())
+        self.running.setdefault(server, set())
 
     def mark_lost(self, server: str) -> set[int]:
         """Remove a server. Return the requests that were running on it, which will be assigned again first."""
         self._slots.pop(server, None)
-        lost = self._running.pop(server, set())
+        lost = self.running.pop(server, set())
         self._waiting.extend(sorted(lost, reverse=True))
         return lost
 
@@ -60,24 +59,24 @@ class Dispatcher:
             if server is None:  # every server that has not refused it is busy
                 kept.append(request)
                 continue
-            self._running[server].add(request)
+            self.running[server].add(request)
             assigned.append(Assignment(request, server))
         self._waiting.extend(reversed(kept))
         return assigned
 
     def finish(self, request: int, server: str) -> bool:
         """Mark a request as finished. Return False if the server was lost in the meantime: discard its completion."""
-        if request not in self._running.get(server, ()):
+        if request not in self.running.get(server, ()):
             return False
-        self._running[server].remove(request)
+        self.running[server].remove(request)
         self.unfinished -= 1
         return True
 
     def refuse(self, request: int, server: str) -> int:
         """Queue a request behind all others after a healthy server refused it. Return how often it was refused."""
         refusals = self._refusals.setdefault(request, [])
-        if request in self._running.get(server, ()):
-            self._running[server].remove(request)
+        if request in self.running.get(server, ()):
+            self.running[server].remove(request)
             self._waiting.insert(0, request)
             refusals.append(server)
         return len(refusals)
@@ -85,21 +84,18 @@ class Dispatcher:
     def _freest(self, servers: Collection[str], used_by_others: Mapping[str, int]) -> str | None:
         """Return the server with the largest share of free slots, or None if all are busy."""
         free = {
-            server: 1 - (len(self._running[server]) + used_by_others.get(server, 0)) / self._slots[server]
+            server: 1 - (len(self.running[server]) + used_by_others.get(server, 0)) / self._slots[server]
             for server in servers
         }
         best = max(sorted(free), key=lambda server: free[server], default=None)
         return best if best is not None and free[best] > 0 else None
 
 
-@dataclass(slots=True)
-class _Loss:
-    """The requests that one server was processing when it was lost."""
-
+class _Loss(NamedTuple):
     server: str
     at: float  # seconds
-    requests: int
-    missing: set[int]
+    requests: int  # that it was processing
+    missing: set[int]  # those of them that have not been completed again
 
 
 class LostRequests:

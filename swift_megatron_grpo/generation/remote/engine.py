@@ -7,9 +7,10 @@ import base64
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 from swift.utils import get_logger
 
@@ -21,14 +22,9 @@ from swift_megatron_grpo.generation.interface import (
     Request,
     Share,
 )
-from swift_megatron_grpo.generation.protocol.messages import CONFLICT, NO_WEIGHTS, SERVER_UNUSABLE
-from swift_megatron_grpo.generation.remote.client import InvalidResponse, Refused, ServerFailure
-from swift_megatron_grpo.generation.remote.compatibility import (
-    conflicts_between_servers,
-    notes_on,
-    refusal,
-    vision_tower_conflicts,
-)
+from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS, SERVER_UNUSABLE
+from swift_megatron_grpo.generation.remote.client import Refused, ServerFailure
+from swift_megatron_grpo.generation.remote.compatibility import conflicts_between, notes_on, refusal
 from swift_megatron_grpo.generation.remote.generation import RemoteGeneration
 from swift_megatron_grpo.generation.remote.servers import (
     MAX_ATTEMPTS,
@@ -48,8 +44,7 @@ T = TypeVar("T")
 logger = get_logger()
 
 
-@dataclass(frozen=True)
-class _Transfer:
+class _Transfer(NamedTuple):
     """A transfer of weights to one server, in progress."""
 
     server: Server
@@ -87,20 +82,16 @@ class RemoteVllm:
     async def _check(self) -> bool:
         results = await asyncio.gather(*map(self._problems, self._servers.all))
         problems = [problem for result in results for problem in result]
-        conversations = {
-            server.url: server.status.conversations for server in self._servers.all if server.status is not None
-        }
-        problems += conflicts_between_servers(conversations) if not problems else []
-        problems += vision_tower_conflicts(
-            {server.url: server.status.has_vision_tower for server in self._servers.all if server.status is not None}
-        )
+        statuses = {server.url: server.status for server in self._servers.all if server.status is not None}
+        problems = problems or conflicts_between(statuses)
         if problems:
             raise ValueError("\n".join(problems))
-        for server in self._servers.all:
-            for note in [] if server.status is None else notes_on(server.status, self._config):
-                logger.info(f"rollout server {server.url}: {note}")
+        for url, status in statuses.items():
+            for note in notes_on(status, self._config):
+                logger.info(f"rollout server {url}: {note}")
         self._servers.start_polling()
-        return any(settings is not None and settings.use_gym_env for settings in conversations.values())
+        conversations = [status.conversations for status in statuses.values()]
+        return any(settings is not None and settings.use_gym_env for settings in conversations)
 
     async def _problems(self, server: Server) -> list[str]:
         try:
@@ -152,12 +143,11 @@ class RemoteVllm:
         )
         failures = self._sender.send(weights, [transfer.connection for transfer in transfers], adapter)
         problems = []
-        for transfer, failure in zip(transfers, failures, strict=True):
-            server = transfer.server
-            problem = self._end(server, transfer.response, failure)
+        for (server, connection, response), failure in zip(transfers, failures, strict=True):
+            problem = self._end(server, response, failure)
             if problem is not None:
                 problems.append(f"{server.url}: {problem}")
-            elif server.connection is transfer.connection:  # it was not lost in the meantime
+            elif server.connection is connection:  # it was not lost in the meantime
                 server.received(version, collect_checksums)
         self._failed_syncs = [*self._failed_syncs, *problems] if problems else []
         logger.info(f"weights {version} sent to {len(transfers)} servers in {time.monotonic() - began:.2f} s")
@@ -201,7 +191,8 @@ class RemoteVllm:
         return None
 
     async def _join(self, server: Server) -> dict[str, Any]:
-        payload = {"host": server.host, "port": server.group_port, "timeout": self._config.timeout}
+        host = urlsplit(server.url).hostname or ""
+        payload = {"host": host, "port": server.group_port, "timeout": self._config.timeout}
         return await server.client.join(payload, timeout=self._config.timeout)
 
     async def _mark_lost(self, server: Server, reason: str) -> None:
@@ -253,14 +244,9 @@ class RemoteVllm:
         )
         responses = {}
         for server, result in zip(servers, results, strict=True):
-            if isinstance(result, Refused) and result.status == CONFLICT:
-                server.drop_connection()
-            elif isinstance(result, Refused) and result.status not in SERVER_UNUSABLE:
-                raise RuntimeError(f"rollout server {server.url} did not report which weights it runs: {result}")
-            elif isinstance(result, InvalidResponse):
-                self._servers.exclude(server, str(result))
-            elif isinstance(result, ServerFailure):
-                self._servers.mark_lost(server, str(result))
+            if isinstance(result, ServerFailure):
+                if not self._servers.blame(server, result):
+                    raise RuntimeError(f"rollout server {server.url} did not report which weights it runs: {result}")
             elif isinstance(result, BaseException):
                 raise result
             else:

@@ -11,11 +11,12 @@ rollout; a resumed run generates only some of them.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from swift.utils import get_logger
@@ -28,16 +29,14 @@ from swift_megatron_grpo.generation.protocol.messages import (
     MOST_IN_BATCH,
     SERVER_UNUSABLE,
     Completion,
-    ServerStatus,
 )
 from swift_megatron_grpo.generation.remote.client import (
-    InvalidResponse,
+    Accept,
     Refused,
     RequestTimeout,
     ServerFailure,
-    Unreachable,
 )
-from swift_megatron_grpo.generation.remote.completion_checks import Expected, problem_of
+from swift_megatron_grpo.generation.remote.completion_checks import problem_of
 from swift_megatron_grpo.generation.remote.dispatcher import Assignment, Dispatcher, LostRequests
 from swift_megatron_grpo.generation.remote.servers import MAX_ATTEMPTS, EventLoopThread, Server, Servers
 from swift_megatron_grpo.generation.requests import (
@@ -51,23 +50,6 @@ from swift_megatron_grpo.settings.config import SamplingConfig
 from swift_megatron_grpo.types import Prompt, Rollout
 
 logger = get_logger()
-Complete = Callable[[Sequence[int], Server, set[int]], Coroutine[Any, Any, None]]
-
-
-@dataclass(slots=True)
-class _InFlight:
-    """The requests of one server in this generation."""
-
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)  # each sends a batch
-    requests: int = 0
-
-
-@dataclass(slots=True)
-class _Group:
-    """The completions of one prompt, which are returned together."""
-
-    finished: dict[int, Rollout] = field(default_factory=dict)  # by number of the request
-    first: tuple[str, list[int]] | None = None  # the first completion's server, and its prompt's tokens
 
 
 class _Payloads:
@@ -127,8 +109,11 @@ class RemoteGeneration:
         self._requests, self._group_size, self._version = requests, group_size, version
         self._sampling = sampling
         self._dispatcher = Dispatcher(len(requests))
-        self._in_flight: dict[str, _InFlight] = defaultdict(_InFlight)  # by server
-        self._groups: dict[int, _Group] = defaultdict(_Group)  # by place; not returned yet
+        self._tasks: dict[str, set[asyncio.Task[None]]] = defaultdict(set)  # by server; each sends a batch
+        # Groups of completions that have not been returned yet, and for each the server and the tokens of the prompt of
+        # its first completion: by place of the group, and by number of the request.
+        self._groups: dict[int, dict[int, Rollout]] = defaultdict(dict)
+        self._first: dict[int, tuple[str, list[int]]] = {}
         self._lost_requests = LostRequests()
         self._payloads = _Payloads(sampling, has_turns=servers.config.turns is not None)
         self._failure: BaseException | None = None
@@ -183,8 +168,8 @@ class RemoteGeneration:
         await asyncio.wrap_future(self._running)
 
     def _pop_complete_groups(self) -> list[dict[int, Rollout]]:
-        complete = [place for place, group in self._groups.items() if len(group.finished) == self._group_size]
-        return [self._groups.pop(place).finished for place in sorted(complete)]
+        complete = [place for place, group in self._groups.items() if len(group) == self._group_size]
+        return [self._groups.pop(place) for place in sorted(complete)]
 
     # ---- in the event loop, until all requests are finished
 
@@ -199,8 +184,8 @@ class RemoteGeneration:
             self._failure = error
         finally:
             self._servers.listeners.remove(self._wake_up.set)
-            for url in self._in_flight:
-                self._cancel_requests(url)
+            for task in itertools.chain(*self._tasks.values()):
+                task.cancel()
             self._older.clear()
             self._advanced.set()
 
@@ -216,10 +201,10 @@ class RemoteGeneration:
         self._older = [generation for generation in self._older if generation.is_running]
         if any(generation.has_waiting for generation in self._older):
             return []
-        used_by_others = {
-            server.url: server.requests_in_flight - self._in_flight[server.url].requests for server in self._servers.all
-        }
-        return self._dispatcher.assign(used_by_others)
+        running = self._dispatcher.running
+        return self._dispatcher.assign(
+            {server.url: server.requests_in_flight - len(running.get(server.url, ())) for server in self._servers.all}
+        )
 
     def _update_servers(self) -> None:
         """Admit servers that have the weights, and retry the requests of those that no longer do."""
@@ -227,7 +212,8 @@ class RemoteGeneration:
         ready = {server.url: server for server in self._servers.verified_servers(self._version)}
         for url in self._dispatcher.servers - set(ready):
             lost = self._dispatcher.mark_lost(url)
-            self._cancel_requests(url)
+            for task in self._tasks[url]:
+                task.cancel()
             self._lost_requests.record_loss(url, lost, time.monotonic())
             if lost:
                 logger.warning(f"{len(lost)} unfinished completions of {url} will be retried")
@@ -236,10 +222,6 @@ class RemoteGeneration:
             assert status is not None
             # a few more than it runs at a time, so that the next one is queued there when one ends
             self._dispatcher.admit(url, status.max_num_seqs + max(status.max_num_seqs // 8, 1))
-
-    def _cancel_requests(self, url: str) -> None:
-        for task in self._in_flight[url].tasks:
-            task.cancel()
 
     def _start(self, assignments: Sequence[Assignment]) -> None:
         """Send requests in batches. One with images is sent alone, because the server may need these again."""
@@ -250,21 +232,18 @@ class RemoteGeneration:
             numbers = assigned[server.url]
             with_images = {number for number in numbers if self._payloads.images(self._requests[number].prompt)}
             together = [number for number in numbers if number not in with_images]
-            for number in with_images:
-                self._start_task([number], server, self._complete_alone)
-            for batch in _batches(together):
-                self._start_task(batch, server, self._complete)
+            batches = [together[begin : begin + MOST_IN_BATCH] for begin in range(0, len(together), MOST_IN_BATCH)]
+            for batch in [*([number] for number in with_images), *batches]:
+                self._start_task(batch, server)
 
-    def _start_task(self, numbers: Sequence[int], server: Server, complete: Complete) -> None:
+    def _start_task(self, numbers: Sequence[int], server: Server) -> None:
         missing = set(numbers)
-        in_flight = self._in_flight[server.url]
-        in_flight.requests += len(numbers)
         server.requests_in_flight += len(numbers)
-        task = asyncio.create_task(complete(numbers, server, missing))
-        in_flight.tasks.add(task)
+        task = asyncio.create_task(self._complete(numbers, server, missing))
+        self._tasks[server.url].add(task)
 
         def ended(_: object) -> None:  # also if the task was cancelled before it began
-            in_flight.tasks.discard(task)
+            self._tasks[server.url].discard(task)
             if not task.cancelled() and (error := task.exception()) is not None:
                 self._failure = self._failure or error  # otherwise the trainer would wait for its requests
             self._free_slots(server, len(missing))
@@ -272,7 +251,6 @@ class RemoteGeneration:
         task.add_done_callback(ended)
 
     def _free_slots(self, server: Server, count: int) -> None:
-        self._in_flight[server.url].requests -= count
         server.requests_in_flight -= count
         self._servers.notify_listeners()
 
@@ -284,41 +262,38 @@ class RemoteGeneration:
         """
         version, began = self._version, time.time()
 
-        def accept(place: int, response: Completion | ServerFailure) -> None:
+        def accept(place: int, response: Completion | Refused) -> None:
+            if isinstance(response, Refused) and response.status == MISSING_IMAGES:
+                raise response
             missing.remove(numbers[place])
             self._record(numbers[place], server, response, version, began)
             self._free_slots(server, 1)
 
-        payloads = [self._payloads.payload(self._requests[number], version) for number in numbers]
         try:
-            await server.client.generate_batch(payloads, self._servers.config.request_timeout, accept)
+            await self._send(numbers, server, version, accept)
+        except ServerFailure as failure:
+            at_fault = isinstance(failure, Refused) and failure.status not in (CONFLICT, *SERVER_UNUSABLE)
+            for number in sorted(missing):
+                if at_fault and len(numbers) > 1:
+                    self._start_task([number], server)
+                else:
+                    self._record(number, server, failure, version, began)
+
+    async def _send(self, numbers: Sequence[int], server: Server, version: int, accept: Accept) -> None:
+        """Send requests after their images; once more if the server no longer has these."""
+        requests = [self._requests[number] for number in numbers]
+        payloads = [self._payloads.payload(request, version) for request in requests]
+        images = dict(image for request in requests for image in self._payloads.images(request.prompt))
+        timeout = self._servers.config.request_timeout
+        await server.images.send(images, timeout)
+        try:
+            return await server.client.generate_batch(payloads, timeout, accept)
         except Refused as failure:
-            if failure.status in (CONFLICT, *SERVER_UNUSABLE):
-                self._record_all(missing, server, failure, version, began)
-            else:
-                for number in sorted(missing):
-                    self._start_task([number], server, self._complete_alone)
-        except ServerFailure as failure:
-            self._record_all(missing, server, failure, version, began)
-
-    def _record_all(
-        self, numbers: set[int], server: Server, failure: ServerFailure, version: int, began: float
-    ) -> None:
-        for number in sorted(numbers):
-            self._record(number, server, failure, version, began)
-
-    async def _complete_alone(self, numbers: Sequence[int], server: Server, missing: set[int]) -> None:
-        """Send one request to a server and record its completion or failure."""
-        [number] = numbers
-        request = self._requests[number]
-        version = self._version
-        began = time.time()
-        try:
-            payload = self._payloads.payload(request, version)
-            completion = await self._generate(server, payload, dict(self._payloads.images(request.prompt)))
-            self._record(number, server, completion, version, began)
-        except ServerFailure as failure:
-            self._record(number, server, failure, version, began)
+            if failure.status != MISSING_IMAGES:
+                raise
+        server.images.forget(images)
+        await server.images.send(images, timeout)
+        await server.client.generate_batch(payloads, timeout, accept)
 
     def _record(
         self, number: int, server: Server, response: Completion | ServerFailure, version: int, began: float
@@ -327,70 +302,33 @@ class RemoteGeneration:
         if isinstance(response, Completion):
             self._servers.answered.append(AnsweredRequest(server.url, began, time.time() - began))
             self._accept(number, server, response, version)
-        elif isinstance(response, RequestTimeout):
+        elif isinstance(response, RequestTimeout) or not self._servers.blame(server, response):
             self._retry_or_fail(number, server, response)
-        elif isinstance(response, InvalidResponse):
-            self._servers.exclude(server, str(response))
-        elif isinstance(response, Refused) and response.status == CONFLICT:
-            server.drop_connection()  # it has weights of another sender; it will be sent ours again
-        elif isinstance(response, Unreachable) or (
-            isinstance(response, Refused) and response.status in SERVER_UNUSABLE
-        ):
-            self._servers.mark_lost(server, str(response))
-        else:
-            self._retry_or_fail(number, server, response)
-
-    async def _generate(self, server: Server, payload: dict[str, Any], images: Mapping[str, bytes]) -> Completion:
-        """Send a request after its images; once more if the server no longer has these."""
-        timeout = self._servers.config.request_timeout
-        await server.images.send(images, timeout)
-        try:
-            return await server.client.generate(payload, timeout)
-        except Refused as failure:
-            if failure.status != MISSING_IMAGES:
-                raise
-        server.images.forget(images)
-        await server.images.send(images, timeout)
-        return await server.client.generate(payload, timeout)
 
     def _accept(self, number: int, server: Server, completion: Completion, version: int) -> None:
         """Record a completion, unless the server was lost in the meantime or the completion cannot be right."""
         if server.status is None:
             return
         request = self._requests[number]
-        group = self._groups[number // self._group_size]
-        problem = problem_of(completion, self._expected(server.status, version))
-        problem = problem or self._other_prompt(group, request.prompt, server, completion)
+        place = number // self._group_size
+        problem = problem_of(
+            completion, version, server.status.max_model_len, self._sampling, self._servers.config
+        ) or self._other_prompt(place, request.prompt, server, completion)
         if problem is not None:
             self._servers.exclude(server, f"its completion of prompt {request.prompt.prompt_id} is invalid: {problem}")
         elif self._failure is None and self._dispatcher.finish(number, server.url):
-            group.finished[number] = to_rollout(request, completion)
+            self._groups[place][number] = to_rollout(request, completion, version)
             for recovery in self._lost_requests.record_completion(number, time.monotonic()):
                 logger.warning(recovery)
 
-    def _expected(self, status: ServerStatus, version: int) -> Expected:
-        config = self._servers.config
-        return Expected(
-            weights_version=version,
-            vocab_size=config.model.get("vocab_size"),
-            max_completion_length=self._sampling.max_completion_length,
-            max_model_len=status.max_model_len,
-            has_turns=config.turns is not None,
-            takes_images=config.images > 0,
-            num_layers=config.model.get("num_hidden_layers"),
-            has_logprobs=self._sampling.logprobs,
-        )
-
-    def _other_prompt(self, group: _Group, prompt: Prompt, server: Server, completion: Completion) -> str | None:
+    def _other_prompt(self, place: int, prompt: Prompt, server: Server, completion: Completion) -> str | None:
         """Compare the prompt's tokens with those of the group's first completion; environments may change prompts.
 
         If two servers disagree, either may be right, so the run ends.
         """
         if self._servers.config.turns is not None:
             return None
-        if group.first is None:
-            group.first = (server.url, completion.prompt_ids)
-        first_server, first_ids = group.first
+        first_server, first_ids = self._first.setdefault(place, (server.url, completion.prompt_ids))
         if first_ids == completion.prompt_ids:
             return None
         if first_server != server.url:
@@ -411,8 +349,3 @@ class RemoteGeneration:
             f"prompt {prompt.prompt_id} was not completed in {MAX_ATTEMPTS} attempts, the last one by {server.url}: "
             f"{failure}"
         )
-
-
-def _batches(numbers: Sequence[int]) -> Iterator[Sequence[int]]:
-    for first in range(0, len(numbers), MOST_IN_BATCH):
-        yield numbers[first : first + MOST_IN_BATCH]

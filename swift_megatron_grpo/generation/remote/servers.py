@@ -17,16 +17,16 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from threading import Thread
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import aiohttp
 from swift.utils import get_logger
 
 from swift_megatron_grpo.generation.interface import AnsweredRequest
 from swift_megatron_grpo.generation.protocol.messages import (
+    CONFLICT,
     NO_WEIGHTS,
-    PROTOCOL,
     RUN_IDLE_SECONDS,
+    SERVER_UNUSABLE,
     RunIdentity,
     ServerStatus,
     serves_another,
@@ -34,6 +34,7 @@ from swift_megatron_grpo.generation.protocol.messages import (
 from swift_megatron_grpo.generation.remote.client import (
     Client,
     ImageUploads,
+    InvalidResponse,
     Refused,
     RequestTimeout,
     ServerFailure,
@@ -94,10 +95,6 @@ class Server:
         self.images = ImageUploads(client)
         self.loss_reason = "not contacted yet"
         self.last_response = self.lost_since = time.monotonic()
-
-    @property
-    def host(self) -> str:
-        return urlsplit(self.url).hostname or ""
 
     @property
     def is_lost(self) -> bool:
@@ -267,6 +264,18 @@ class Servers:
             else:
                 self._handle_status(server, status)
 
+    def blame(self, server: Server, failure: ServerFailure) -> bool:
+        """Stop using a server as a failed request demands. Return False if it is healthy and refused this request."""
+        if isinstance(failure, InvalidResponse):
+            self.exclude(server, str(failure))
+        elif isinstance(failure, Refused) and failure.status == CONFLICT:
+            server.drop_connection()  # it has weights of another sender; it will be sent ours again
+        elif isinstance(failure, Refused) and failure.status not in SERVER_UNUSABLE:
+            return False
+        else:
+            self.mark_lost(server, str(failure))
+        return True
+
     def exclude(self, server: Server, reason: str) -> None:
         """Stop using a server, in this run, until it is restarted: its responses are wrong."""
         if server.status is not None:
@@ -279,26 +288,22 @@ class Servers:
             self.mark_lost(server, "it was restarted")
         if server.status is not None and self._other_run(status) is not None:
             self.mark_lost(server, "; ".join(self.problems(status)))
-        if server.is_lost and (status.instance == server.excluded_instance or not self._is_compatible(server, status)):
+        if not server.is_lost or status.instance == server.excluded_instance:
             return
-        if server.is_lost:
+        problems = "; ".join(self.problems(status))  # it may have been restarted with other flags
+        if not problems:
             logger.warning(f"rollout server {server.url} is back after {now - server.lost_since:.1f} s")
             server.status = status
             self.notify_listeners()
+        elif problems != server.loss_reason:
+            server.loss_reason = problems
+            logger.warning(f"rollout server {server.url} responds again but cannot be used: {problems}")
 
     def problems(self, status: ServerStatus) -> list[str]:
         """Return the reasons why a server cannot serve this run, including another run on it."""
         other = self._other_run(status)
-        return problems_of(status, self.config, PROTOCOL) if other is None else [serves_another(other)]
+        return problems_of(status, self.config) if other is None else [serves_another(other)]
 
     def _other_run(self, status: ServerStatus) -> str | None:
         """Return the run that the server serves, unless that is this run."""
         return None if status.run == self.run.name else status.run
-
-    def _is_compatible(self, server: Server, status: ServerStatus) -> bool:
-        """Check a server that is back: it may have been restarted with other flags. Log new problems."""
-        problems = "; ".join(self.problems(status))
-        if problems and problems != server.loss_reason:
-            server.loss_reason = problems
-            logger.warning(f"rollout server {server.url} responds again but cannot be used: {problems}")
-        return not problems

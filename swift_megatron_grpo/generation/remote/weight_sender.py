@@ -6,7 +6,6 @@ Each server has its own connection with its own thread, so that a slow or dead s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from queue import Queue
 from threading import Thread
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from swift_megatron_grpo.weights.transport.buckets import Bucket, NamedWeights, buckets
+from swift_megatron_grpo.weights.transport.buckets import NamedWeights, buckets
 from swift_megatron_grpo.weights.transport.channel import Channel
 from swift_megatron_grpo.weights.transport.rendezvous import Rendezvous
 
@@ -32,10 +31,7 @@ class WeightSender:
         return WeightConnection(Channel(Rendezvous(**rendezvous), rank=0, device=self.device))
 
     def send(
-        self,
-        weights: NamedWeights,
-        connections: Sequence[WeightConnection],
-        adapter: dict[str, Any] | None = None,
+        self, weights: NamedWeights, connections: Sequence[WeightConnection], adapter: dict[str, Any] | None = None
     ) -> list[Exception | None]:
         """Send weights over all connections. Return the failure of each connection, or None.
 
@@ -48,21 +44,18 @@ class WeightSender:
         for connection in connections:
             connection.begin()
         for bucket in buckets(weights, self.bucket_bytes, self.device):
-            packed = Packed(bucket, self._event())
+            packed = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
             for connection in connections:
-                connection.put(packed)
-        return [connection.finish({"end": True, "adapter": adapter}) for connection in connections]
-
-    def _event(self) -> torch.cuda.Event | None:
-        """Return the event that everything so far precedes; None: nothing runs after this call returns."""
-        return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+                connection.put(Message(bucket.header, bucket.data, packed))
+        return [connection.finish(Message({"end": True, "adapter": adapter})) for connection in connections]
 
 
-class Packed(NamedTuple):
-    """A bucket that is packed once its event has happened. The thread that sends it waits, the one that exports not."""
+class Message(NamedTuple):
+    """What is sent at once. The thread that sends it waits for the event after which its bucket is packed."""
 
-    bucket: Bucket
-    event: torch.cuda.Event | None
+    header: dict[str, Any]
+    data: torch.Tensor | None = None  # None: it ends the transfer
+    packed: torch.cuda.Event | None = None
 
 
 class WeightConnection:
@@ -70,7 +63,7 @@ class WeightConnection:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._buckets: Queue[Packed | dict[str, Any]] = Queue(_IN_FLIGHT)
+        self._messages: Queue[Message] = Queue(_IN_FLIGHT)
         self._failure: Exception | None = None
         self._thread: Thread | None = None
 
@@ -79,12 +72,12 @@ class WeightConnection:
         self._thread = Thread(target=self._send, name="weights", daemon=True)
         self._thread.start()
 
-    def put(self, packed: Packed) -> None:
-        self._buckets.put(packed)
+    def put(self, message: Message) -> None:
+        self._messages.put(message)
 
-    def finish(self, end: dict[str, Any]) -> Exception | None:
+    def finish(self, end: Message) -> Exception | None:
         assert self._thread is not None
-        self._buckets.put(end)
+        self._messages.put(end)
         self._thread.join()
         return self._failure
 
@@ -94,29 +87,18 @@ class WeightConnection:
 
     def _send(self) -> None:
         """Send until the end of the transfer. After a failure, drain the queue without sending."""
-        with self._own_stream():
-            self._send_all()
-
-    def _own_stream(self) -> AbstractContextManager[Any]:
-        """Return a context that keeps sends from waiting for weights that are exported meanwhile."""
         device = self._channel.device
-        if device.type != "cuda":
-            return nullcontext()
-        torch.cuda.set_device(device)
-        return torch.cuda.stream(torch.cuda.Stream(device))
-
-    def _send_all(self) -> None:
+        if device.type == "cuda":  # a stream of this thread: sends do not wait for weights that are exported meanwhile
+            torch.cuda.set_device(device)
+            torch.cuda.set_stream(torch.cuda.Stream(device))
         while True:
-            item = self._buckets.get()
-            if self._failure is None:
-                try:
-                    if isinstance(item, Packed):
-                        if item.event is not None:
-                            item.event.wait()
-                        self._channel.send(item.bucket.header, item.bucket.data)
-                    else:
-                        self._channel.send(item)
-                except Exception as error:
-                    self._failure = error
-            if not isinstance(item, Packed):
+            message = self._messages.get()
+            try:
+                if self._failure is None:
+                    if message.packed is not None:
+                        message.packed.wait()
+                    self._channel.send(message.header, message.data)
+            except Exception as error:
+                self._failure = error
+            if message.data is None:
                 return

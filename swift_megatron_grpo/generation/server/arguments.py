@@ -16,7 +16,6 @@ from swift.rollout import envs, multi_turns
 
 from swift_megatron_grpo.generation.conversations.checks import check_multi_turn
 from swift_megatron_grpo.generation.protocol.api_key import hide_in_process_list, read_api_key
-from swift_megatron_grpo.generation.server.gate import TrafficLimits
 from swift_megatron_grpo.generation.server.schema import ContentLimits, prompt_characters
 from swift_megatron_grpo.generation.vllm.engine_kwargs import (
     EXPERTS,
@@ -36,16 +35,18 @@ _POSITIVE = {  # flags with an example of a value
 }  # fmt: skip
 
 
+def _flag(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
 @dataclass
 class GRPORolloutArguments(RolloutArguments):
     vllm_use_async_engine: bool | None = None
     vllm_engine_kwargs: dict[str, Any] | str | None = None
-    rollout_quantization: Quantization = field(
-        default="none",
-        metadata={
-            "help": "fp8: vLLM generates with weights and activations in 8 bits, which it quantizes after every sync. "
-            "The trainer must have the same flag. Default: none."
-        },
+    rollout_quantization: Quantization = _flag(
+        "none",
+        "fp8: vLLM generates with weights and activations in 8 bits, which it quantizes after every sync. The trainer "
+        "must have the same flag. Default: none.",
     )
     host: str = LOOPBACK  # ms-swift listens on every interface by default
     port: int = 8000
@@ -59,50 +60,30 @@ class GRPORolloutArguments(RolloutArguments):
             "process lists until the server has started. Default: none."
         },
     )
-    health_timeout: float = field(
-        default=360.0,
-        metadata={
-            "help": "Time in seconds in which the engine must generate a token. While no request is in progress, the "
-            "server generates one from time to time. A server whose engine is stuck for longer ends with exit code 1. "
-            "Default: 360."
-        },
+    health_timeout: float = _flag(
+        360.0,
+        "Time in seconds in which the engine must generate a token. While no request is in progress, the server "
+        "generates one from time to time. A server whose engine is stuck for longer ends with exit code 1. "
+        "Default: 360.",
     )
-    max_body_bytes: int = field(
-        default=2**26, metadata={"help": "Largest body of a request in bytes. Default: 67108864 (64 MiB)."}
+    max_body_bytes: int = _flag(2**26, "Largest body of a request in bytes. Default: 67108864 (64 MiB).")
+    max_media_bytes: int = _flag(
+        2**31,
+        "Memory in bytes for images that trainers have sent, as base64. Those used last are kept; others are sent "
+        "again when they are needed. Default: 2147483648 (2 GiB).",
     )
-    max_media_bytes: int = field(
-        default=2**31,
-        metadata={
-            "help": "Memory in bytes for images that trainers have sent, as base64. Those used last are kept; "
-            "others are sent again when they are needed. Default: 2147483648 (2 GiB)."
-        },
+    max_prompt_characters: int | None = _flag(
+        None,
+        "Largest prompt in characters, tools included. Default: 32 per token of --vllm_max_model_len, and at least "
+        "1048576.",
     )
-    max_prompt_characters: int | None = field(
-        default=None,
-        metadata={
-            "help": "Largest prompt in characters, tools included. Default: 32 per token of --vllm_max_model_len, and "
-            "at least 1048576."
-        },
-    )
-    max_messages: int = field(default=4096, metadata={"help": "Most messages of one request. Default: 4096."})
-    max_nesting: int = field(
-        default=32, metadata={"help": "Most levels of lists and objects in the body of a request. Default: 32."}
-    )
-    max_requests: int = field(
-        default=16384, metadata={"help": "Most requests in progress; further ones get status 429. Default: 16384."}
-    )
-    max_connections: int = field(
-        default=16384, metadata={"help": "Most connections; further ones are closed at once. Default: 16384."}
-    )
-    body_timeout: float = field(
-        default=60.0,
-        metadata={"help": "Time limit in seconds for a client to send a body. Default: 60."},
-    )
-    idle_timeout: float = field(
-        default=60.0,
-        metadata={
-            "help": "Time in seconds after which a connection is closed on which no request has begun. Default: 60."
-        },
+    max_messages: int = _flag(4096, "Most messages of one request. Default: 4096.")
+    max_nesting: int = _flag(32, "Most levels of lists and objects in the body of a request. Default: 32.")
+    max_requests: int = _flag(16384, "Most requests in progress; further ones get status 429. Default: 16384.")
+    max_connections: int = _flag(16384, "Most connections; further ones are closed at once. Default: 16384.")
+    body_timeout: float = _flag(60.0, "Time limit in seconds for a client to send a body. Default: 60.")
+    idle_timeout: float = _flag(
+        60.0, "Time in seconds after which a connection is closed on which no request has begun. Default: 60."
     )
 
     def __post_init__(self) -> None:
@@ -119,15 +100,7 @@ class GRPORolloutArguments(RolloutArguments):
         super().__post_init__()
         self.port = port
         self._quantize()
-        check_multi_turn(
-            self.multi_turn_scheduler,
-            self.max_turns,
-            self.use_gym_env,
-            self.gym_env,
-            schedulers=multi_turns,
-            with_own_run=(),  # a server runs any scheduler
-            environments=envs,
-        )
+        check_multi_turn(self.multi_turn_scheduler, self.max_turns, self.use_gym_env, self.gym_env, multi_turns, envs)
         if _is_port_taken(self.host, port):
             raise ValueError(f"--port {port}: another process listens on it; use another port, or stop that process")
 
@@ -160,23 +133,14 @@ class GRPORolloutArguments(RolloutArguments):
         settings = parse_json_object(FLAG, self.vllm_engine_kwargs)
         self.vllm_engine_kwargs = settings | engine_settings(self.rollout_quantization)
 
-    @property
-    def traffic(self) -> TrafficLimits:
-        return TrafficLimits(
-            body_bytes=self.max_body_bytes,
-            body_seconds=self.body_timeout,
-            requests=self.max_requests,
-            connections=self.max_connections,
-            idle_seconds=self.idle_timeout,
-        )
-
     def content_limits(self, engine_settings: Mapping[str, Any]) -> ContentLimits:
         """Return the limits on the content of a request, which depend on the engine."""
+        max_model_len = engine_settings["status"]["max_model_len"]
         return ContentLimits(
             nesting=self.max_nesting,
             messages=self.max_messages,
-            prompt_characters=prompt_characters(self.max_prompt_characters, engine_settings["max_model_len"]),
-            max_model_len=engine_settings["max_model_len"],
+            prompt_characters=prompt_characters(self.max_prompt_characters, max_model_len),
+            max_model_len=max_model_len,
             vocab_size=engine_settings["vocab_size"],
             accepts_media=engine_settings["accepts_media"],
         )

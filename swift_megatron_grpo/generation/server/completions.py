@@ -12,9 +12,9 @@ from swift.infer_engine import GRPOVllmEngine, RequestConfig
 from swift.infer_engine.protocol import RolloutInferRequest
 from swift.utils import get_logger
 
-from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS, Completion
+from swift_megatron_grpo.generation.protocol.messages import Completion
 from swift_megatron_grpo.generation.server.pipe import InvalidRequest
-from swift_megatron_grpo.generation.vllm.sampling import sampled_logprobs, sampling_params
+from swift_megatron_grpo.generation.vllm.sampling import sampling_params, to_completion
 
 logger = get_logger()
 
@@ -42,17 +42,7 @@ class Completer:
         except ValueError as error:  # vLLM validates prompts and parameters once more, before its core receives them
             raise InvalidRequest(str(error)) from error
         [result] = results
-        [output] = result.outputs
-        token_ids = list(output.token_ids)
-        return Completion(
-            prompt_ids=list(result.prompt_token_ids),
-            completion_ids=token_ids,
-            logprobs=None if output.logprobs is None else sampled_logprobs(output),
-            text=engine.template.decode_generate_ids(token_ids, template_inputs=inputs["template_inputs"]),
-            finish_reason=output.finish_reason,
-            weights_version=NO_WEIGHTS,  # the web server sets the version
-            routed_experts=output.routed_experts,
-        )
+        return to_completion(engine, inputs, result)
 
     async def _encoded(self, request: dict[str, Any]) -> dict[str, Any]:
         """Encode the prompt. Templates raise errors of any type for messages that they do not support."""

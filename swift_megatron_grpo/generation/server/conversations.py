@@ -27,7 +27,6 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from swift_megatron_grpo.generation.conversations.scheduling import (
-    FinishedConversation,
     close_environment,
     empty_response,
     end_without_room,
@@ -36,7 +35,7 @@ from swift_megatron_grpo.generation.conversations.scheduling import (
     to_turn,
 )
 from swift_megatron_grpo.generation.conversations.turns import Turn, sampled_any, tokens_left, turn_seed
-from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS, Completion
+from swift_megatron_grpo.generation.protocol.messages import Completion
 from swift_megatron_grpo.generation.server.pipe import InvalidRequest
 from swift_megatron_grpo.generation.vllm.images import EngineForImages, placeholder_tokens
 
@@ -137,27 +136,22 @@ class Conversations:
     async def complete(
         self, request: dict[str, Any], sampling: dict[str, Any], tokens_of_all_turns: int | None
     ) -> Completion:
-        """Run a conversation from ms-swift's request and sampling; all after the first prompt is the completion."""
-        finished = await self.run(RolloutInferRequest(**request), RequestConfig(**sampling), tokens_of_all_turns)
-        if finished.finish_reason != "length":  # a scheduler may report others, which mean the same to the trainer
-            finished = replace(finished, finish_reason="stop")
-        return finished.to_completion(NO_WEIGHTS)  # the web server sets the version
+        """Run a conversation from ms-swift's request and sampling; all after the first prompt is the completion.
 
-    async def run(
-        self, request: RolloutInferRequest, sampling: RequestConfig, tokens_of_all_turns: int | None = None
-    ) -> FinishedConversation:
-        """Run a conversation to its end. A repeated request cancels the first, whose client no longer waits."""
-        uuid = request.uuid
+        A repeated request cancels the first, whose client no longer waits.
+        """
+        first = RolloutInferRequest(**request)
+        uuid, config = first.uuid, RequestConfig(**sampling)
         while uuid in self._running:
             self._running[uuid].cancel()
             await asyncio.wait([self._running[uuid]])
         task = asyncio.current_task()
         assert task is not None
         self._running[uuid] = task
-        turns = _TurnRecorder(sampling, tokens_of_all_turns)
+        turns = _TurnRecorder(config, tokens_of_all_turns)
         _conversation.set(turns)  # for this task, and for tasks that the scheduler creates in it
         try:
-            output = _single_output(await self._scheduler.run(request, sampling), turns.recorded)
+            output = _single_output(await self._scheduler.run(first, config), turns.recorded)
         finally:
             del self._running[uuid]
             self._close(uuid)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import math
 import signal
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import wraps
 from multiprocessing import Pipe, Process
 from typing import Any
 
-import psutil
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
@@ -30,6 +30,7 @@ from swift_megatron_grpo.generation.server.health import EngineHealth
 from swift_megatron_grpo.generation.server.pipe import Commands
 from swift_megatron_grpo.generation.server.routes import RolloutRoutes, refuse_if_failed
 from swift_megatron_grpo.generation.server.schema import ContentLimits
+from swift_megatron_grpo.generation.server.signals import kill_children
 
 logger = get_logger()
 _OTHER_FILES = 1024  # open files besides connections
@@ -56,21 +57,22 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
     def _start_data_parallel_workers(self) -> None:
         """Start one process: vLLM's asynchronous engine creates its data-parallel ranks itself."""
         stock_pipe, worker_stock_pipe = Pipe()
-        command_pipe, worker_command_pipe = Pipe()
-        worker_pipes = (worker_stock_pipe, worker_command_pipe)
-        process = Process(target=run_engine_process, args=(self.args, 0, self.master_port, *worker_pipes))
-        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited; then the engine process ignores it itself
+        commands, worker_commands = socket.socketpair()
+        worker_ends = (worker_stock_pipe, worker_commands)
+        process = Process(target=run_engine_process, args=(self.args, self.master_port, *worker_ends))
+        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited, until the process leaves this group
         process.start()
         signal.signal(signal.SIGINT, previous)
-        for end in worker_pipes:  # open in the child only, so that each side detects the other's exit
+        for end in worker_ends:  # open in the child only, so that each side detects the other's exit
             end.close()
         self.connections.append(stock_pipe)
         self.processes.append(process)
-        self.commands = Commands(command_pipe)
+        self.commands = Commands(commands)
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         async with super().lifespan(app):
+            await self.commands.open()
             watching = [asyncio.create_task(self._watch_engine())]
             engine_settings = await self.commands.call("describe")
             self.content_limits = self.args.content_limits(engine_settings)
@@ -95,10 +97,8 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
     async def _watch_health(self) -> None:
         """Kill an engine that is stuck: its clients fail over, and a supervisor can start this server again."""
         reason = self.engine_health.failure = await self.engine_health.wait_until_stuck()
-        self.commands.expect_exit(reason)
-        for process in psutil.Process().children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+        self.commands.reason_of_exit = reason
+        kill_children()
 
     def run(self) -> None:
         """Serve until a signal arrives or the engine fails."""
@@ -121,10 +121,12 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
         one_at_a_time(self, STOCK_METHODS)
         super()._register_rl_rollout_app()
         self.app.exception_handler(RequestValidationError)(_without_values)
+        args = self.args
         self.app.add_middleware(
-            Gate, key=self.args.api_key, traffic=self.args.traffic, content=lambda: self.content_limits
-        )
-        self.engine_health = EngineHealth(lambda: self.commands.call("probe"), self.args.health_timeout)
+            Gate, key=args.api_key, body_bytes=args.max_body_bytes, body_seconds=args.body_timeout,
+            most_requests=args.max_requests, content=lambda: self.content_limits,
+        )  # fmt: skip
+        self.engine_health = EngineHealth(lambda: self.commands.call("probe"), args.health_timeout)
 
     def _require_api_key(self) -> Callable[[], Awaitable[None]]:
         """Return no check for ms-swift's routes: the gate has checked the key of every request."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+import socket
 import time
 import uuid
 from collections import OrderedDict
@@ -26,7 +27,6 @@ from swift_megatron_grpo.generation.server.completions import Completer
 from swift_megatron_grpo.generation.server.conversations import ConversationEngine, Conversations
 from swift_megatron_grpo.generation.server.engine_thread import ServerEngine
 from swift_megatron_grpo.generation.server.health import Prober
-from swift_megatron_grpo.generation.server.signals import ignore_interrupts
 from swift_megatron_grpo.generation.vllm.cuda_runtime import find_runtime_beside_tilelang
 from swift_megatron_grpo.generation.vllm.fast_logprobs import speed_up_logprobs
 from swift_megatron_grpo.generation.vllm.images import has_vision_tower, images_per_prompt
@@ -40,45 +40,33 @@ WORKER_EXTENSION = "swift_megatron_grpo.generation.server.weight_receiver.Weight
 
 
 def run_engine_process(
-    args: GRPORolloutArguments,
-    data_parallel_rank: int,
-    master_port: int,
-    stock_pipe: Connection,
-    command_pipe: Connection,
+    args: GRPORolloutArguments, master_port: int, stock_pipe: Connection, command_socket: socket.socket
 ) -> None:
-    """Run the engine process. `stock_pipe` is ms-swift's pipe to the web server, `command_pipe` the one of pipe.py."""
-    ignore_interrupts()
+    """Run the engine process. `stock_pipe` is ms-swift's connection to the web server, the other one pipe.py's."""
+    os.setpgrp()  # Ctrl-C would reach vLLM's processes, of which each ends at it by itself
     find_runtime_beside_tilelang()
-    asyncio.run(_run_worker(args, data_parallel_rank, master_port, stock_pipe, command_pipe))
+    asyncio.run(_run_worker(args, master_port, stock_pipe, command_socket))
 
 
 async def _run_worker(
-    args: GRPORolloutArguments,
-    data_parallel_rank: int,
-    master_port: int,
-    stock_pipe: Connection,
-    command_pipe: Connection,
+    args: GRPORolloutArguments, master_port: int, stock_pipe: Connection, command_socket: socket.socket
 ) -> None:
     """Run both loops until one ends: the web server has exited or sent a shutdown, or the engine has failed."""
     built: asyncio.Future[tuple[GRPOVllmEngine, Conversations | None]] = asyncio.get_running_loop().create_future()
 
     async def serve() -> None:
         commands = EngineCommands(*await built, args.max_media_bytes)
-        await asyncio.wait(
-            [
-                asyncio.create_task(pipe.serve(command_pipe, commands.commands)),
-                asyncio.create_task(commands.wait_for_engine_failure()),
-            ],
-            return_when=asyncio.FIRST_COMPLETED,
-        )
+        await _first_to_end(pipe.serve(command_socket, commands.commands), commands.wait_for_engine_failure())
 
     _patch_engine_construction(built.set_result)
-    stock_loop = rollout.async_llm_worker(args, data_parallel_rank, master_port, stock_pipe)
-    loops = [asyncio.create_task(serve()), asyncio.create_task(stock_loop)]
-    await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
+    await _first_to_end(serve(), rollout.async_llm_worker(args, 0, master_port, stock_pipe))
     if built.done():
         built.result()[0].engine.shutdown()
-    os._exit(0)  # a thread still reads commands, and a normal exit would wait for it
+    os._exit(0)  # a thread still reads ms-swift's commands, and a normal exit would wait for it
+
+
+async def _first_to_end(*work: Coroutine[Any, Any, object]) -> None:
+    await asyncio.wait(list(map(asyncio.create_task, work)), return_when=asyncio.FIRST_COMPLETED)
 
 
 class ServedEngine(ConversationEngine):
@@ -188,19 +176,19 @@ class EngineCommands:
             raise
 
     async def describe(self) -> dict[str, Any]:
-        config = self._engine.engine.vllm_config
-        hf_config = config.model_config.hf_config.to_dict()
+        config, model = self._engine.engine.vllm_config, self._engine.engine.vllm_config.model_config
+        values = model.hf_config.to_dict()
         return {
-            "max_model_len": config.model_config.max_model_len,
-            "max_num_seqs": config.scheduler_config.max_num_seqs,
-            "max_logprobs": config.model_config.max_logprobs,
-            "vocab_size": config.model_config.get_vocab_size(),
-            "accepts_media": config.model_config.is_multimodal_model,
-            "has_vision_tower": has_vision_tower(config.model_config),
-            "images_per_prompt": images_per_prompt(config.model_config),
-            "model": model_identity(hf_config)
-            | position_identity(hf_config)
-            | precision_identity(config.model_config.dtype),
+            "vocab_size": model.get_vocab_size(),
+            "accepts_media": model.is_multimodal_model,
+            "status": {  # fields of ServerStatus
+                "max_model_len": model.max_model_len,
+                "max_num_seqs": config.scheduler_config.max_num_seqs,
+                "max_logprobs": model.max_logprobs,
+                "has_vision_tower": has_vision_tower(model),
+                "images_per_prompt": images_per_prompt(model),
+                "model": model_identity(values) | position_identity(values) | precision_identity(model.dtype),
+            },
         }
 
     async def probe(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
-from swift_megatron_grpo.generation.vllm.fast_decoding import speed_up_decoding
+from swift_megatron_grpo.generation.vllm.fast_outputs import speed_up_decoding
 from swift_megatron_grpo.generation.vllm.images import has_vision_tower
 
 T = TypeVar("T")
@@ -55,20 +55,12 @@ class ServerEngine:
 
     @staticmethod
     def from_engine_args(arguments: AsyncEngineArgs) -> EngineThread | AsyncLLM:
-        config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-        if fits_thread(config):
-            return EngineThread(config, log_stats=not arguments.disable_log_stats)
-        return AsyncLLM.from_vllm_config(
-            config,
-            usage_context=UsageContext.ENGINE_CONTEXT,
-            disable_log_stats=arguments.disable_log_stats,
-        )
-
-
-def fits_thread(config: Any) -> bool:
-    """Return True if this engine runs on one device and takes texts only."""
-    parallel = config.parallel_config
-    return parallel.world_size * parallel.data_parallel_size == 1 and not has_vision_tower(config.model_config)
+        context, silent = UsageContext.ENGINE_CONTEXT, arguments.disable_log_stats
+        config = arguments.create_engine_config(context)
+        parallel = config.parallel_config
+        if parallel.world_size * parallel.data_parallel_size == 1 and not has_vision_tower(config.model_config):
+            return EngineThread(config, log_stats=not silent)
+        return AsyncLLM.from_vllm_config(config, usage_context=context, disable_log_stats=silent)
 
 
 class EngineThread:
@@ -121,14 +113,8 @@ class EngineThread:
             if not finished:
                 self._commands.put((Future(), lambda engine: engine.abort_request([request_id])))
 
-    async def collective_rpc(
-        self,
-        method: Any,
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        result: list[Any] = await self._call(lambda engine: engine.collective_rpc(method, timeout, args, kwargs))
+    async def collective_rpc(self, *arguments: Any, **options: Any) -> list[Any]:
+        result: list[Any] = await self._call(lambda engine: engine.collective_rpc(*arguments, **options))
         return result
 
     async def reset_prefix_cache(self) -> Any:
@@ -174,12 +160,12 @@ class EngineThread:
             logger.exception("a step of the engine failed")
             self._fail(_failure_of(error))
             while (command := self._commands.get()) is not None:
-                self._refuse(command)
+                self._refuse(*command)
         else:
             self._fail(EngineFailed("the engine was shut down"))
             while not self._commands.empty():
                 if (command := self._commands.get()) is not None:
-                    self._refuse(command)
+                    self._refuse(*command)
             engine.engine_core.shutdown()
 
     def _run_commands(self, engine: LLMEngine) -> bool:
@@ -205,10 +191,9 @@ class EngineThread:
         with suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(self._deliver_failure, failure)
 
-    def _refuse(self, command: Command) -> None:
-        assert self._failure is not None
-        if command[0].set_running_or_notify_cancel():
-            command[0].set_exception(self._failure)
+    def _refuse(self, result: Future[Any], _: object) -> None:
+        if result.set_running_or_notify_cancel():
+            result.set_exception(self._failure)
 
     # ---- in the event loop
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import resource
 import uuid
 from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass
 from typing import Any
 
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from swift.utils import get_logger
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -32,20 +32,8 @@ from swift_megatron_grpo.generation.server.schema import (
 logger = get_logger()
 OPEN_ROUTES = ("/health", "/health/")  # need no key
 _BODY = "swift_megatron_grpo.body"  # key of the scope
-_SCHEME = b"bearer "
 _HEADER_BYTES = 2**16
 _Base: Any = AutoHTTPProtocol  # uvicorn's protocol: which one depends on the installed packages
-
-
-@dataclass(frozen=True, slots=True)
-class TrafficLimits:
-    """Limits on connections and on requests, whatever they contain."""
-
-    body_bytes: int
-    body_seconds: float  # to send one body
-    requests: int  # in progress
-    connections: int
-    idle_seconds: float  # of a connection without a request
 
 
 class Refused(Exception):
@@ -60,41 +48,57 @@ class Gate:
     """ASGI middleware around the whole application."""
 
     def __init__(
-        self, app: ASGIApp, key: str | None, traffic: TrafficLimits, content: Callable[[], ContentLimits]
+        self,
+        app: ASGIApp,
+        key: str | None,
+        body_bytes: int,
+        body_seconds: float,  # to send one body
+        most_requests: int,  # in progress
+        content: Callable[[], ContentLimits],
     ) -> None:
-        self._app, self._traffic, self._content = app, traffic, content
+        self._app, self._content = app, content
         self._key = None if not key else key.encode()
+        self._body_bytes, self._body_seconds, self._most_requests = body_bytes, body_seconds, most_requests
         self._in_progress = 0  # requests with a body, and each of a batch
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        response = _Response(send)
+        began = False  # a failure replaces the response only before that
+
+        async def respond(message: Message) -> None:
+            nonlocal began
+            began = True
+            await send(message)
+
         try:
             self._check_key(scope)
             if scope["method"] in ("GET", "HEAD"):
-                await self._app(scope, receive, response.send)
+                await self._app(scope, receive, respond)
             else:
-                await self._serve_with_body(scope, receive, response)
+                await self._serve_with_body(scope, receive, respond)
+            return
         except Refused as refusal:
-            await response.fail(refusal.status, str(refusal))
+            status, reason = refusal.status, str(refusal)
         except Exception:
             number = uuid.uuid4().hex[:8]
             logger.exception(f"error {number} in {scope['method']} {scope['path']!r}")
-            await response.fail(500, f"the server failed; its log has the reason, as error {number}")
+            status, reason = 500, f"the server failed; its log has the reason, as error {number}"
+        if not began:
+            await JSONResponse({"detail": reason}, status)(scope, receive, send)
 
     def _check_key(self, scope: Scope) -> None:
         if self._key is None or scope["path"] in OPEN_ROUTES:
             return
-        sent = _header(scope, b"authorization") or b""
-        if not sent.lower().startswith(_SCHEME):
+        scheme, _, sent = Headers(scope=scope).get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
             raise Refused(401, "Missing bearer token")
-        if not hmac.compare_digest(sent[len(_SCHEME) :], self._key):
+        if not hmac.compare_digest(sent.encode("latin-1"), self._key):
             raise Refused(401, "Invalid API key")
 
-    async def _serve_with_body(self, scope: Scope, receive: Receive, response: _Response) -> None:
-        if self._in_progress >= self._traffic.requests:
+    async def _serve_with_body(self, scope: Scope, receive: Receive, respond: Send) -> None:
+        if self._in_progress >= self._most_requests:
             raise Refused(429, f"{self._in_progress} requests are in progress (--max_requests); retry later")
         self._in_progress += 1
         counted = 1
@@ -102,24 +106,25 @@ class Gate:
             body = await self._read(scope, receive)
             if scope["method"] == "POST":
                 body = self._checked(scope, body)
-                more = _requests_in(scope) - 1
-                if self._in_progress + more > self._traffic.requests:
+                batch = scope.get(_BODY)
+                more = len(batch.requests) - 1 if isinstance(batch, GenerateBatch) else 0
+                if self._in_progress + more > self._most_requests:
                     raise Refused(429, f"a batch of {1 + more} exceeds the limit (--max_requests); retry later")
                 self._in_progress += more
                 counted += more
-            await self._app(scope, _replay(body, receive), response.send)
+            await self._app(scope, _replay(body, receive), respond)
         finally:
             self._in_progress -= counted
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes:
         """Read the body, up to the limits of size and time."""
-        limit = self._traffic.body_bytes
-        declared = _header(scope, b"content-length") or b"0"
+        limit = self._body_bytes
+        declared = Headers(scope=scope).get("content-length", "0")
         if not declared.isdigit() or len(declared) > 18 or int(declared) > limit:
             raise Refused(413, f"the body is larger than {limit} bytes (--max_body_bytes)")
         body, more = bytearray(), True
         try:
-            async with asyncio.timeout(self._traffic.body_seconds):
+            async with asyncio.timeout(self._body_seconds):
                 while more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -129,9 +134,8 @@ class Gate:
                     if len(body) > limit:
                         raise Refused(413, f"the body is larger than {limit} bytes (--max_body_bytes)")
         except TimeoutError:
-            raise Refused(
-                408, f"the body was not complete within {self._traffic.body_seconds:g} s (--body_timeout)"
-            ) from None
+            reason = f"the body was not complete within {self._body_seconds:g} s (--body_timeout)"
+            raise Refused(408, reason) from None
         return bytes(body)
 
     def _checked(self, scope: Scope, body: bytes) -> bytes:
@@ -150,36 +154,6 @@ class Gate:
 def checked_body(scope: MutableMapping[str, Any]) -> Any:
     """Return the object that the gate has parsed from the body of this request."""
     return scope[_BODY]
-
-
-def _requests_in(scope: Scope) -> int:
-    body = scope.get(_BODY)
-    return len(body.requests) if isinstance(body, GenerateBatch) else 1
-
-
-class _Response:
-    """The response to one request, which a failure may replace as long as it has not begun."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self._began = False
-
-    async def send(self, message: Message) -> None:
-        self._began = True
-        await self._send(message)
-
-    async def fail(self, status: int, reason: str) -> None:
-        if self._began:
-            return
-        body = json.dumps({"detail": reason}).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await self.send({"type": "http.response.start", "status": status, "headers": headers})
-        await self.send({"type": "http.response.body", "body": body})
-
-
-def _header(scope: Scope, name: bytes) -> bytes | None:
-    values = [value for key, value in scope["headers"] if key == name]
-    return values[0] if values else None
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

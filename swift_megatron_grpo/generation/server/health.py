@@ -35,7 +35,6 @@ class EngineHealth:
         self._last_failure = ""
 
     def record_token(self) -> None:
-        """Record that the engine has completed a request."""
         self._generated = True
 
     @contextmanager

@@ -1,7 +1,7 @@
-"""Commands from the web server to the engine process: concurrent, each with an id, JSON in both directions.
+"""Commands from the web server to the engine process: concurrent, each with an id, lines of JSON in both directions.
 
-A command is cancelled when the web server no longer waits for its result. ms-swift's own pipe carries one command at a
-time, and its web server blocks until the result arrives. This is a second pipe next to it.
+A command is cancelled when the web server no longer waits for its result. ms-swift's own pipe, which remains next to
+this one, carries one command at a time, and its web server blocks until the result arrives.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import socket
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
-from multiprocessing.connection import Connection
-from queue import SimpleQueue
-from threading import Thread
 from typing import Any
 
 from swift.utils import get_logger
@@ -24,6 +22,7 @@ from swift_megatron_grpo.generation.protocol.messages import CANCELLED, INVALID
 logger = get_logger()
 Command = Callable[..., Awaitable[Any]]
 _FAILED = 500
+_LONGEST_MESSAGE = 2**31  # bytes
 _SHOWN = 500  # characters of an error that a client may read
 
 
@@ -46,24 +45,22 @@ class EngineGone(RuntimeError):
 
 
 class Commands:
-    """The web server's end of the pipe."""
+    """The web server's end."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._sender = _Sender(connection)
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
         self._ids = itertools.count()
         self._pending: dict[int, asyncio.Future[Any]] = {}  # by the command's id
         self._closed = False
-        self._reason = "the process of the vLLM engine has exited"
+        self.reason_of_exit = "the process of the vLLM engine has exited"  # with which pending commands fail then
 
-    def expect_exit(self, reason: str) -> None:
-        """Set the reason that pending commands fail with when the engine process exits."""
-        self._reason = reason
+    async def open(self) -> None:
+        self._messages, self._send = await _open(self._end)
 
     async def read_results(self) -> None:
         """Read results until the engine process exits."""
         try:
-            async for response in _messages(self._connection):
+            async for response in self._messages:
                 pending = self._pending.pop(response["id"], None)
                 if pending is None or pending.done():
                     continue
@@ -75,30 +72,30 @@ class Commands:
             self._closed = True
             for future in self._pending.values():
                 if not future.done():
-                    future.set_exception(EngineGone(self._reason))
+                    future.set_exception(EngineGone(self.reason_of_exit))
             self._pending.clear()
 
     async def call(self, command: str, **arguments: Any) -> Any:
         """Run a command in the engine process and return its result. Cancelling the call cancels the command."""
         if self._closed:
-            raise EngineGone(self._reason)
+            raise EngineGone(self.reason_of_exit)
         number = next(self._ids)
         result = self._pending[number] = asyncio.get_running_loop().create_future()
         try:
-            self._sender.send({"id": number, "command": command, "arguments": arguments})
+            self._send({"id": number, "command": command, "arguments": arguments})
             return await result
         except asyncio.CancelledError:
             if not self._closed:
-                self._sender.send({"id": number, "cancel": True})
+                self._send({"id": number, "cancel": True})
             raise
         finally:
             self._pending.pop(number, None)
 
 
-async def serve(connection: Connection, commands: Mapping[str, Command]) -> None:
-    """Run each command in its own task until the web server exits: the engine process's end of the pipe."""
+async def serve(end: socket.socket, commands: Mapping[str, Command]) -> None:
+    """Run each command in its own task until the web server exits: the engine process's end."""
     running: dict[int, asyncio.Task[None]] = {}
-    sender = _Sender(connection)
+    messages, send = await _open(end)
 
     async def respond(message: dict[str, Any]) -> None:
         number = message["id"]
@@ -116,9 +113,9 @@ async def serve(connection: Connection, commands: Mapping[str, Command]) -> None
             response = {"id": number, "status": _FAILED, "error": f"{reason} (error {place} in the server's log)"}
         finally:
             running.pop(number, None)
-        sender.send(response)
+        send(response)
 
-    async for message in _messages(connection):
+    async for message in messages:
         number = message["id"]
         if "cancel" in message:
             if number in running:
@@ -127,35 +124,16 @@ async def serve(connection: Connection, commands: Mapping[str, Command]) -> None
             running[number] = asyncio.create_task(respond(message))
 
 
-async def _messages(connection: Connection) -> AsyncIterator[dict[str, Any]]:
-    """Yield messages until the other end is closed. A daemon thread reads them, so that this process can still exit."""
-    loop = asyncio.get_running_loop()
-    received: asyncio.Queue[bytes | None] = asyncio.Queue()
+async def _open(end: socket.socket) -> tuple[AsyncIterator[dict[str, Any]], Callable[[dict[str, Any]], None]]:
+    """Return the messages of the other end, until it is closed, and a function that sends one to it.
 
-    def read() -> None:
-        with suppress(RuntimeError):  # the event loop is closed
-            with suppress(EOFError, OSError):
-                while True:
-                    loop.call_soon_threadsafe(received.put_nowait, connection.recv_bytes())
-            loop.call_soon_threadsafe(received.put_nowait, None)
+    Sending never waits: the buffer has no limit, and a process that is stopped reads nothing.
+    """
+    reader, writer = await asyncio.open_unix_connection(sock=end, limit=_LONGEST_MESSAGE)
 
-    Thread(target=read, name="pipe", daemon=True).start()
-    while (text := await received.get()) is not None:
-        yield json.loads(text)
+    async def messages() -> AsyncIterator[dict[str, Any]]:
+        with suppress(ConnectionError):
+            while (line := await reader.readline()).endswith(b"\n"):
+                yield json.loads(line)
 
-
-class _Sender:
-    """Sends messages from a daemon thread: a process that is stopped reads nothing, and its pipe fills up."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._messages: SimpleQueue[bytes] = SimpleQueue()
-        Thread(target=self._run, name="pipe sender", daemon=True).start()
-
-    def send(self, message: dict[str, Any]) -> None:
-        self._messages.put(json.dumps(message).encode())
-
-    def _run(self) -> None:
-        with suppress(OSError):  # the other end is closed, which the reader detects
-            while True:
-                self._connection.send_bytes(self._messages.get())
+    return messages(), lambda message: writer.write(json.dumps(message).encode() + b"\n")

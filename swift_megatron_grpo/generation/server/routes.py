@@ -152,17 +152,12 @@ class RolloutRoutes:
                 run=self._lease.holder(now),
                 weights_version=self.weights_version,
                 world_size=self._world_size,
-                max_model_len=self._engine_settings["max_model_len"],
-                max_num_seqs=self._engine_settings["max_num_seqs"],
-                max_logprobs=self._engine_settings["max_logprobs"],
                 enable_lora=self._args.vllm_enable_lora,
                 max_lora_rank=self._args.vllm_max_lora_rank,
-                has_vision_tower=self._engine_settings["has_vision_tower"],
-                images_per_prompt=self._engine_settings["images_per_prompt"],
                 quantization=self._args.rollout_quantization,
                 returns_experts=self._args.returns_experts,
                 conversations=self._conversation_settings,
-                model=self._engine_settings["model"],
+                **self._engine_settings["status"],
             )
         )
 

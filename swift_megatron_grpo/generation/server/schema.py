@@ -27,7 +27,7 @@ from pydantic import (
 from pydantic_core import from_json
 
 from swift_megatron_grpo.data.images import check_sent
-from swift_megatron_grpo.generation.protocol.messages import MOST_IN_BATCH, Routes
+from swift_megatron_grpo.generation.protocol.messages import MOST_IN_BATCH, Routes, description
 
 B = TypeVar("B", bound=BaseModel)
 _CHARACTERS_PER_TOKEN = 32  # more than any tokenizer needs for text
@@ -35,7 +35,6 @@ _LEAST_CHARACTERS = 2**20
 _INT64 = 2**63
 _PROBE_IMAGE, _PROBE_PIXELS = 2**18, 2**16  # characters and pixels of the image that verifies weights
 _LEVELS_OF_BATCH = 2  # that a batch puts around its requests
-_SHOWN = 3  # problems that an error names
 _TOOL_ROLES = ("tool", "tool_call", "tool_response")  # their content may be any JSON
 _MEDIA = re.compile(r"(image|video|audio)(_url)?")
 _BASE64 = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,[A-Za-z0-9+/]+={0,2}", re.ASCII)
@@ -294,18 +293,9 @@ def parse(body: bytes, schema: type[B], limits: ContentLimits) -> B:
         _check_values(value, limits.nesting + _LEVELS_OF_BATCH * (schema is GenerateBatch))
         return schema.model_validate(value, context=limits)
     except ValidationError as error:
-        raise InvalidBody(_description(error)) from None
+        raise InvalidBody(description(error)) from None
     except ValueError as error:
         raise InvalidBody(str(error)) from None
-
-
-def _description(error: ValidationError) -> str:
-    problems = error.errors(include_input=False, include_url=False, include_context=False)
-    shown = []
-    for problem in problems[:_SHOWN]:
-        field = ".".join(map(str, problem["loc"]))[:200]
-        shown.append(f"{field!r}: {problem['msg'].removeprefix('Value error, ')}" if field else problem["msg"])
-    return "; ".join(shown)
 
 
 def _false(value: bool) -> bool:

@@ -5,10 +5,8 @@
     images.py         whether an engine holds the vision tower of its model, and the tokens of an image
     fast_logprobs.py  log-probs of sampled tokens with less work on the GPU and on the host
     logprob_kernel.py  their Triton kernel
-    fast_decoding.py  installs the next two, where they fit
     fast_schedule.py  vLLM's schedule of a step in which every running request gets one token
-    fast_outputs.py   appends the tokens of a step to their requests, and passes them on in batches
-    running_requests.py  what both remember of a request
+    fast_outputs.py   appends the tokens of a step to their requests, and passes them on in batches; installs both
     known_scheduler.py  the versions and settings of vLLM in which both make the same changes as vLLM
     engine_kwargs.py  reads flags in JSON; refuses settings of vLLM that change the policy, or that a flag sets
     cuda_runtime.py   lets vLLM and FlashInfer find the CUDA runtime next to tilelang

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.multimodal import utils as multimodal
@@ -30,66 +30,44 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from vllm.v1.request import Request
 
-
-@dataclass(frozen=True, slots=True)
-class KnownScheduler:
-    """Holds what differs between the known versions. Names are attributes of vLLM's objects."""
-
-    version: str
-    off: tuple[str, ...]  # of the scheduler: features that must be off
-    most_running: str  # of the scheduler: the largest number of running requests
-    stale_output: str  # of a request: output in flight that a reset of its cache has made worthless
-    stagger: str  # of the asynchronous scheduler: steps between two tokens of a request
-    other_prompt_outputs: tuple[str, ...]  # of the runner's output, in addition to the log-probs of prompts
-    counts_in_flight: bool  # a request counts its tokens in flight
-    has_common_prefix: bool  # the scheduler's output has the blocks that all requests have in common
-    always_tracks_previous: bool  # the requests of the previous step are kept for both model runners
-
-
 _OFF = (
     "log_stats connector ec_connector use_pp use_eagle num_spec_tokens num_lookahead_tokens is_encoder_decoder "
     "need_mamba_block_aligned_split needs_kv_cache_zeroing"
 )
 
 
-def _off(more: str) -> tuple[str, ...]:
-    return tuple(f"{_OFF} {more}".split())
+@dataclass(frozen=True, slots=True)
+class KnownScheduler:
+    """Holds what differs between the known versions, as in vLLM 0.25. Names are attributes of vLLM's objects."""
+
+    version: str
+    # of the scheduler: more features that must be off
+    off: str = "enable_return_routed_experts defer_block_free"
+    # of the scheduler: the largest number of running requests
+    most_running: str = "max_num_running_reqs"
+    # of a request: output in flight that a reset of its cache has made worthless
+    stale_output: str = "async_tokens_to_discard"
+    stagger: str = "pp_size"  # of the asynchronous scheduler: steps between two tokens of a request
+    other_prompt_outputs: tuple[str, ...] = ()  # of the runner's output, in addition to the log-probs of prompts
+    counts_in_flight: bool = False  # a request counts its tokens in flight
+    has_common_prefix: bool = True  # the scheduler's output has the blocks that all requests have in common
+    always_tracks_previous: bool = False  # the requests of the previous step are kept for both model runners
 
 
-_0_23 = KnownScheduler(
-    version="0.23.0",
-    off=_off("enable_return_routed_experts"),
-    most_running="max_num_running_reqs",
-    stale_output="async_tokens_to_discard",
-    stagger="pp_size",
-    other_prompt_outputs=(),
-    counts_in_flight=False,
-    has_common_prefix=True,
-    always_tracks_previous=True,
-)
-_0_24 = replace(
-    _0_23,
-    version="0.24.0",
-    off=_off("enable_return_routed_experts defer_block_free"),
-    always_tracks_previous=False,
-)
-_0_25 = replace(_0_24, version="0.25.1")  # also 0.25.0
-_0_32 = replace(
-    _0_25,
-    version="0.32.0",
-    off=_off("aux_output_connector return_sampling_mask is_mm_encoder_only defer_block_free"),
-    most_running="max_num_active_reqs",
-    stale_output="num_stale_output_tokens",
-    stagger="decode_stagger",
-    other_prompt_outputs=("prompt_token_id_logprobs_dict",),
-    counts_in_flight=True,
-    has_common_prefix=False,
-)
 KNOWN = {
-    "93ca2b2580e10b84": _0_23,
-    "7da165b15b7589be": _0_24,
-    "0993a79daed4d4da": _0_25,
-    "d6a4f27119cd8598": _0_32,
+    "93ca2b2580e10b84": KnownScheduler("0.23.0", off="enable_return_routed_experts", always_tracks_previous=True),
+    "7da165b15b7589be": KnownScheduler("0.24.0"),
+    "0993a79daed4d4da": KnownScheduler("0.25.1"),  # also 0.25.0
+    "d6a4f27119cd8598": KnownScheduler(
+        "0.32.0",
+        off="aux_output_connector return_sampling_mask is_mm_encoder_only defer_block_free",
+        most_running="max_num_active_reqs",
+        stale_output="num_stale_output_tokens",
+        stagger="decode_stagger",
+        other_prompt_outputs=("prompt_token_id_logprobs_dict",),
+        counts_in_flight=True,
+        has_common_prefix=False,
+    ),
 }
 
 _METHODS: dict[Any, str] = {
@@ -141,7 +119,8 @@ def known_scheduler(scheduler: Any) -> KnownScheduler | None:
 
 def _fits(scheduler: Any, known: KnownScheduler) -> bool:
     """Return True if the scheduler's settings are covered: text, one kind of attention, one token a step."""
-    if any(getattr(scheduler, name) for name in known.off) or scheduler.finished_req_ids_dict is not None:
+    off = f"{_OFF} {known.off}".split()
+    if any(getattr(scheduler, name) for name in off) or scheduler.finished_req_ids_dict is not None:
         return False
     if scheduler.dcp_world_size * scheduler.pcp_world_size != 1:
         return False

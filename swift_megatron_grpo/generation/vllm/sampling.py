@@ -14,6 +14,7 @@ from swift.infer_engine import GRPOVllmEngine, RequestConfig
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
+from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS, Completion
 from swift_megatron_grpo.types import ScoredText
 
 
@@ -47,11 +48,21 @@ def _room(engine: GRPOVllmEngine, inputs: dict[str, Any]) -> int:
     return room
 
 
-def sampled_logprobs(completion: Any) -> list[float]:
-    """Return the log-probs of sampled tokens, [c]; vLLM returns no others, because none were requested."""
-    values: list[float] = list(completion.logprobs.logprobs)
-    assert len(values) == len(completion.token_ids)
-    return values
+def to_completion(engine: GRPOVllmEngine, inputs: dict[str, Any], result: Any) -> Completion:
+    """Return what vLLM has generated from the encoded prompt `inputs`."""
+    [output] = result.outputs
+    token_ids = list(output.token_ids)
+    logprobs = None if output.logprobs is None else list(output.logprobs.logprobs)  # no others were requested
+    assert logprobs is None or len(logprobs) == len(token_ids)
+    return Completion(
+        prompt_ids=list(result.prompt_token_ids),
+        completion_ids=token_ids,
+        logprobs=logprobs,
+        text=engine.template.decode_generate_ids(token_ids, template_inputs=inputs["template_inputs"]),
+        finish_reason=output.finish_reason,
+        weights_version=NO_WEIGHTS,  # set by the engine
+        routed_experts=output.routed_experts,
+    )
 
 
 def scoring_params() -> SamplingParams:

@@ -104,24 +104,24 @@ def status(**changes: Any) -> ServerStatus:
 
 
 def test_a_suitable_server_is_accepted() -> None:
-    assert problems_of(status(), CONFIG, PROTOCOL) == []
+    assert problems_of(status(), CONFIG) == []
     assert "secret" not in repr(CONFIG)
 
 
 def test_a_server_without_experts_is_refused_only_if_the_run_reads_them() -> None:
     reads = replace(CONFIG, returns_experts=True)
-    [message] = problems_of(status(), reads, PROTOCOL)
+    [message] = problems_of(status(), reads)
     assert "does not report the experts" in message and '{"enable_return_routed_experts": true}' in message
-    assert problems_of(status(returns_experts=True), reads, PROTOCOL) == []
-    assert problems_of(status(returns_experts=True), CONFIG, PROTOCOL) == []
+    assert problems_of(status(returns_experts=True), reads) == []
+    assert problems_of(status(returns_experts=True), CONFIG) == []
 
 
 @pytest.mark.parametrize(("here", "there"), [("fp8", "none"), ("none", "fp8")])
 def test_a_server_that_quantizes_otherwise_is_refused(here: Any, there: str) -> None:
     run = replace(CONFIG, quantization=here)
-    [message] = problems_of(status(quantization=there), run, PROTOCOL)
+    [message] = problems_of(status(quantization=there), run)
     assert f"its --rollout_quantization is {there}, and that of this run is {here}; start it with" in message
-    assert problems_of(status(quantization=here), run, PROTOCOL) == []
+    assert problems_of(status(quantization=here), run) == []
 
 
 @pytest.mark.parametrize(
@@ -135,13 +135,13 @@ def test_a_server_that_quantizes_otherwise_is_refused(here: Any, there: str) -> 
     ],
 )
 def test_an_unsuitable_server_is_refused(changes: dict[str, Any], problem: str) -> None:
-    [message] = problems_of(status(**changes), CONFIG, PROTOCOL)
+    [message] = problems_of(status(**changes), CONFIG)
     assert problem in message
 
 
 def test_a_server_that_cuts_completions_is_accepted_with_a_note() -> None:
     short = status(max_model_len=256)
-    assert problems_of(short, CONFIG, PROTOCOL) == []
+    assert problems_of(short, CONFIG) == []
     [note] = notes_on(short, CONFIG)
     assert "its vllm_max_model_len (256) is less than max_length and max_completion_length together (300)" in note
     assert notes_on(status(), CONFIG) == []
@@ -173,4 +173,4 @@ def test_a_status_survives_json() -> None:
     for sent in (status(), status(conversations=GYM)):
         assert ServerStatus.from_json(json.loads(json.dumps(asdict(sent)))) == sent
     older = {"protocol": PROTOCOL - 1, "plugin": "0.1", "multi_turn": False}
-    assert "install the same version" in problems_of(ServerStatus.from_json(older), CONFIG, PROTOCOL)[0]
+    assert "install the same version" in problems_of(ServerStatus.from_json(older), CONFIG)[0]

@@ -37,13 +37,9 @@ class FakeServer:
     refuses_batches: bool = False
     ends_early: bool = False  # its batches end without an answer
 
-    async def generate(self, request: web.Request) -> web.Response:
-        answer = await self._answer(await request.json())
-        return web.json_response(answer.get("completion", answer), status=answer.get("status", 200))
-
     async def generate_batch(self, request: web.Request) -> web.StreamResponse:
         payloads = (await request.json())["requests"]
-        if self.refuses_batches:
+        if self.refuses_batches and len(payloads) > 1:
             return web.json_response({"detail": "a request is at fault"}, status=INVALID)
         self.batches.append(len(payloads))
         response = web.StreamResponse()
@@ -92,7 +88,6 @@ class Cluster:
         self._runners, urls = [], []
         for fake in self.fakes:
             app = web.Application()
-            app.router.add_post(Routes.GENERATE, fake.generate)
             app.router.add_post(Routes.GENERATE_BATCH, fake.generate_batch)
             runner = web.AppRunner(app, handler_cancellation=True)
             await runner.setup()

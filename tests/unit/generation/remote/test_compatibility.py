@@ -8,11 +8,11 @@ import pytest
 
 from swift_megatron_grpo.generation.protocol.messages import ConversationSettings
 from swift_megatron_grpo.generation.remote.compatibility import (
-    conflicts_between_servers,
+    conflicts_between,
     conflicts_with_run,
-    vision_tower_conflicts,
 )
 from swift_megatron_grpo.settings.config import RemoteTurnsConfig
+from tests.unit.arguments.test_server_checks import status
 
 SERVER = ConversationSettings("gym_scheduler", max_turns=3, gym_env="riddles", use_gym_env=True)
 RUN = RemoteTurnsConfig("--vllm_server_pass_dataset true")
@@ -48,19 +48,19 @@ def test_conflicts_with_the_run(
 
 
 def test_all_servers_of_a_run_must_have_the_same_settings() -> None:
-    assert conflicts_between_servers({"http://a": SERVER, "http://b": replace(SERVER)}) == []
-    [conflict] = conflicts_between_servers({"http://a": SERVER, "http://b": None})
+    one = status(conversations=SERVER)
+    assert conflicts_between({"http://a": one, "http://b": status(conversations=replace(SERVER))}) == []
+    [conflict] = conflicts_between({"http://a": one, "http://b": status()})
     assert "http://a: --multi_turn_scheduler gym_scheduler --max_turns 3" in conflict and "http://b: none" in conflict
 
 
 def test_servers_that_are_alike_are_accepted() -> None:
+    holding = status(has_vision_tower=True)
     assert (
-        vision_tower_conflicts({"http://a": True, "http://b": True})
-        == vision_tower_conflicts({"http://a": False})
-        == []
+        conflicts_between({"http://a": holding, "http://b": holding}) == conflicts_between({"http://a": holding}) == []
     )
 
 
 def test_servers_that_differ_are_refused_with_the_flag() -> None:
-    [problem] = vision_tower_conflicts({"http://a": True, "http://b": False})
+    [problem] = conflicts_between({"http://a": status(has_vision_tower=True), "http://b": status()})
     assert "(http://a)" in problem and """--vllm_limit_mm_per_prompt '{"image": 0, "video": 0}'""" in problem

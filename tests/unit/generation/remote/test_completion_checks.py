@@ -13,12 +13,14 @@ from PIL import Image
 
 from swift_megatron_grpo.data.images import portable_images
 from swift_megatron_grpo.generation.protocol.messages import Completion, InvalidMessage, ServerStatus
-from swift_megatron_grpo.generation.remote.completion_checks import Expected, problem_of
-from tests.unit.arguments.test_server_checks import GYM, status
+from swift_megatron_grpo.generation.remote.completion_checks import problem_of as _problem_of
+from swift_megatron_grpo.settings.config import RemoteTurnsConfig, SamplingConfig, ServerConfig
+from tests.unit.arguments.test_server_checks import CONFIG, GYM, status
 
-ONE_TURN = Expected(weights_version=7, vocab_size=300, max_completion_length=4, max_model_len=8, has_turns=False)
-TURNS = replace(ONE_TURN, has_turns=True)
-IMAGES = replace(TURNS, takes_images=True)
+SAMPLING = SamplingConfig(1.0, 1.0, -1, 1.0, max_completion_length=4, stop_words=())
+ONE_TURN = replace(CONFIG, model={"vocab_size": 300})
+TURNS = replace(ONE_TURN, turns=RemoteTurnsConfig(None))
+IMAGES = replace(TURNS, images=1)
 COMPLETION = Completion([1, 2], [3, 299], [-0.5, 1e-6], "ab", "stop", 7)
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 CONVERSATION = replace(
@@ -26,6 +28,10 @@ CONVERSATION = replace(
 )
 
 STATUS = asdict(status())
+
+
+def problem_of(completion: Completion, run: ServerConfig) -> str | None:
+    return _problem_of(completion, 7, 8, SAMPLING, run)
 
 
 def test_a_valid_completion_and_a_valid_conversation_have_no_problem() -> None:
@@ -37,7 +43,7 @@ def test_a_valid_completion_and_a_valid_conversation_have_no_problem() -> None:
 
 
 def test_experts_of_all_tokens_but_the_last_are_accepted() -> None:
-    expected = replace(ONE_TURN, num_layers=2)
+    expected = replace(ONE_TURN, model={"vocab_size": 300, "num_hidden_layers": 2})
     rows = np.zeros((3, 2, 2), np.uint8)
     assert problem_of(replace(COMPLETION, routed_experts=rows), expected) is None
     wrong = replace(COMPLETION, routed_experts=rows[:2])

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from swift_megatron_grpo.generation.server.arguments import _POSITIVE, LOOPBACK, GRPORolloutArguments
-from swift_megatron_grpo.generation.server.gate import TrafficLimits
 from tests.forking.client import free_port, run_script
 from tests.paths import REPOSITORY
 
 KEY = "a secret key"
-ENGINE = {"max_model_len": 2**17, "vocab_size": 300, "accepts_media": False}
+ENGINE = {"status": {"max_model_len": 2**17}, "vocab_size": 300, "accepts_media": False}
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +39,8 @@ def test_a_server_keeps_its_port_listens_on_loopback_and_hides_its_key(model: Pa
     arguments = server(model, port=port, api_key=KEY, max_requests=7)
     assert (arguments.host, arguments.port, arguments.vllm_use_async_engine) == (LOOPBACK, port, True)
     assert KEY not in repr(arguments) and not arguments.returns_experts
-    assert arguments.traffic == TrafficLimits(
-        body_bytes=2**26, body_seconds=60, requests=7, connections=16384, idle_seconds=60
-    )
+    assert (arguments.max_body_bytes, arguments.body_timeout, arguments.max_requests) == (2**26, 60, 7)
+    assert (arguments.max_connections, arguments.idle_timeout) == (16384, 60)
     limits = arguments.content_limits(ENGINE)
     assert (limits.max_model_len, limits.vocab_size, limits.accepts_media) == (2**17, 300, False)
     assert (limits.nesting, limits.messages, limits.prompt_characters) == (32, 4096, 32 * 2**17)

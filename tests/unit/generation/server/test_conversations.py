@@ -22,7 +22,7 @@ from swift_megatron_grpo.generation.server.conversations import Conversations, _
 from swift_megatron_grpo.generation.server.pipe import InvalidRequest
 from swift_megatron_grpo.types import Prompt
 
-REQUEST = {"messages": [{"role": "user", "content": "Hello."}], "uuid": "a"}
+REQUEST: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello."}], "uuid": "a"}
 
 
 def request() -> RolloutInferRequest:
@@ -65,7 +65,7 @@ class FixedOutput(MultiTurnScheduler):
 )
 def test_an_output_that_cannot_be_trained_on_is_refused(output: Any, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        asyncio.run(Conversations(FixedOutput(output)).run(request(), RequestConfig()))
+        asyncio.run(Conversations(FixedOutput(output)).complete(REQUEST, {}, None))
 
 
 class Door(Env):
@@ -96,7 +96,7 @@ def test_a_conversation_that_fails_closes_its_environment(doors: None) -> None:
 
     async def run_conversation() -> None:
         with pytest.raises(AttributeError, match="infer_async"):
-            await Conversations(scheduler).run(request(), RequestConfig())
+            await Conversations(scheduler).complete(REQUEST, {}, None)
         await asyncio.sleep(0.1)
 
     asyncio.run(run_conversation())
@@ -120,7 +120,7 @@ def test_an_unanswered_last_message_is_dropped() -> None:
     finished = finish(unanswered(), [Turn([1, 2], [5], [-0.5])], decode=str)
     assert [message["content"] for message in finished.messages] == ["Hello.", "[5]"]
     assert finished.finish_reason == "length" and finished.infos == {"num_turns": 1}
-    assert finished.conversation.completion_ids == [5]
+    assert finished.completion_ids == [5]
 
 
 def turn(recorder: _TurnRecorder, error: Exception) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from dataclasses import replace
+from typing import Any
 
 import httpx
 import pytest
@@ -13,17 +13,17 @@ from fastapi import FastAPI, Request
 from swift.utils import get_logger
 
 from swift_megatron_grpo.generation.protocol.messages import Routes
-from swift_megatron_grpo.generation.server.gate import Gate, TrafficLimits
+from swift_megatron_grpo.generation.server.gate import Gate
 from swift_megatron_grpo.generation.server.schema import ContentLimits
 
 KEY = "schlüssel"
-TRAFFIC = TrafficLimits(body_bytes=100, body_seconds=1, requests=2, connections=10, idle_seconds=1)
+LIMITS = {"body_bytes": 100, "body_seconds": 1, "most_requests": 2}
 CONTENT = ContentLimits(
     nesting=8, messages=8, prompt_characters=100, max_model_len=8, vocab_size=10, accepts_media=False
 )
 
 
-def application(traffic: TrafficLimits = TRAFFIC) -> tuple[FastAPI, asyncio.Event]:
+def application(**limits: Any) -> tuple[FastAPI, asyncio.Event]:
     app, release = FastAPI(), asyncio.Event()
 
     @app.post("/fail")
@@ -38,7 +38,7 @@ def application(traffic: TrafficLimits = TRAFFIC) -> tuple[FastAPI, asyncio.Even
     @app.post(Routes.GENERATE_BATCH)
     async def generate_batch() -> None: ...
 
-    app.add_middleware(Gate, key=KEY, traffic=traffic, content=lambda: CONTENT)
+    app.add_middleware(Gate, key=KEY, **{**LIMITS, **limits}, content=lambda: CONTENT)
     return app, release
 
 
@@ -79,7 +79,7 @@ def test_each_request_of_a_batch_counts() -> None:
     one = {"request": {"messages": [{"role": "user", "content": "a"}]}, "sampling": {}, "weights_version": 1}
 
     async def scenario() -> list[int]:
-        app, _ = application(replace(TRAFFIC, body_bytes=10_000))
+        app, _ = application(body_bytes=10_000)
         async with client(app) as session:
             batches = [{"requests": [one] * size} for size in (3, 2, 2)]
             return [(await session.post(Routes.GENERATE_BATCH, json=batch)).status_code for batch in batches]

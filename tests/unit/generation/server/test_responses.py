@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from multiprocessing import Pipe
+import socket
 from typing import Any
 
 import aiohttp
@@ -113,9 +113,10 @@ def test_a_request_is_cancelled_when_its_client_disconnects() -> None:
 
 def test_cancelling_a_call_cancels_the_command_at_the_pipes_other_end() -> None:
     async def scenario() -> None:
-        web_server, engine = Pipe()
+        web_server, engine = socket.socketpair()
         work = Work()
         commands = Commands(web_server)
+        await commands.open()
         serving = asyncio.create_task(serve(engine, {"work": work}))
         reading = asyncio.create_task(commands.read_results())
         waiting = asyncio.create_task(commands.call("work"))

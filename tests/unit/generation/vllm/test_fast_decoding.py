@@ -13,11 +13,9 @@ from vllm.v1.core.sched import utils
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from swift_megatron_grpo.generation.vllm import fast_decoding
-from swift_megatron_grpo.generation.vllm.fast_outputs import BATCH, FastOutputs
-from swift_megatron_grpo.generation.vllm.fast_schedule import FastSchedule
+from swift_megatron_grpo.generation.vllm.fast_outputs import BATCH, FastOutputs, speed_up_decoding
+from swift_megatron_grpo.generation.vllm.fast_schedule import FastSchedule, RunningRequests
 from swift_megatron_grpo.generation.vllm.known_scheduler import digest, known_scheduler
-from swift_megatron_grpo.generation.vllm.running_requests import RunningRequests
 from tests.unit.generation.vllm.scheduled_runs import BLOCK, VOCABULARY, ScheduledRun, Setting, params, write_config
 
 FINAL, DELTA = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
@@ -241,4 +239,4 @@ def test_other_schedulers_and_settings_are_left_to_vllm(folder: Path, monkeypatc
     class Engine:
         engine_core = object()  # of another process
 
-    assert not fast_decoding.speed_up_decoding(Engine())
+    assert not speed_up_decoding(Engine())
