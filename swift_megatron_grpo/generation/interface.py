@@ -118,10 +118,7 @@ class GenerationEngine(Protocol):
     def load_weights(
         self, weights: NamedWeights, version: int, adapter: AdapterConfig | None, collect_checksums: bool
     ) -> None:
-        """Load all weights or, if `adapter` has its configuration, a LoRA adapter on the engine's checkpoint.
-
-        `collect_checksums`: make `held_weights` able to report on every tensor of this load.
-        """
+        """Load all weights, or a LoRA adapter if `adapter` has its configuration. Checksums are for `held_weights`."""
 
     def wake_cache(self) -> None: ...
 
@@ -136,10 +133,7 @@ class GenerationEngine(Protocol):
         """
 
     def held_weights(self) -> list[WorkerWeights]:
-        """Return what each worker that this rank queries holds of the last weights sent.
-
-        Available after a load with `collect_checksums`.
-        """
+        """Return what each worker that this rank queries holds of the last load, which has collected checksums."""
 
     def sleep(self) -> None: ...
 
@@ -152,10 +146,7 @@ class GenerationEngine(Protocol):
 def requests_for(
     prompts: Sequence[Prompt], per_prompt: int, seed: int | None, version: int, with_experts: int = 0
 ) -> list[Request]:
-    """Create `per_prompt` requests for every prompt, with consecutive seeds that change with the weights version.
-
-    `with_experts`: how many of them, the first ones, return the experts that routers chose.
-    """
+    """Create `per_prompt` requests for every prompt; the first `with_experts` return the experts that routers chose."""
     first = None if seed is None else _first_seed(seed, version, prompts[0].prompt_id)
     return [
         Request(index, prompts[index // per_prompt], None if first is None else first + index, index < with_experts)

@@ -44,20 +44,14 @@ def without_images(prompt: Prompt) -> Prompt:
 
 
 def conversation_request(request: Request) -> RolloutInferRequest:
-    """Create the request of a conversation, with all columns of the dataset and a unique id.
-
-    The id is the same wherever the conversation runs; ms-swift keeps environments by it.
-    """
+    """Create the request of a conversation, with all columns of the dataset and an id that is the same anywhere."""
     conversation = infer_request(request.prompt, include_extra=True)
     conversation.uuid = f"{request.prompt.prompt_id}-{request.index}"
     return conversation
 
 
 def conversation_payload(request: Request) -> dict[str, Any]:
-    """Create the request of a conversation as JSON values, for a server.
-
-    The columns of the dataset are encoded as texts: they may contain NaN, which is not part of JSON.
-    """
+    """Create the request of a conversation for a server. Columns are encoded as texts: JSON excludes NaN."""
     payload = asdict(conversation_request(request))
     row = request.prompt.prompt_id.rpartition("-")[2]
     columns = {

@@ -110,7 +110,7 @@ def test_the_worker_builds_its_scheduler_from_a_name_in_its_module() -> None:
 
 
 def test_the_engine_checks_the_length_limit_after_it_has_encoded_a_prompt() -> None:
-    """generation/server/conversations.py rejects prompts at this point, in the task of the conversation."""
+    """generation/server/engine_process.py rejects prompts at this point, in the task of the conversation."""
     source = upstream()["infer_async"]
     encode, generate = source.index("self.template.encode"), source.index("self._infer_full_async")
     assert encode < source.index("self.set_default_max_tokens(request_config, inputs)") < generate

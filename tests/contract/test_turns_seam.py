@@ -7,18 +7,8 @@ from dataclasses import fields
 
 from swift.infer_engine.protocol import ChatCompletionResponseChoice, RolloutInferRequest, RolloutOutput
 from swift.rl_core.data import OnPolicySample
-from swift.rollout import MultiTurnScheduler, envs, multi_turns, run_multi_turn
+from swift.rollout import MultiTurnScheduler, envs, multi_turns
 from swift.rollout.multi_turn import GYMScheduler, OpenEnvScheduler
-
-
-def test_the_loop_requests_one_turn_of_all_open_conversations_at_a_time() -> None:
-    parameters = list(inspect.signature(run_multi_turn).parameters)
-    assert parameters[:6] == [
-        "requests", "first_turn_outputs", "scheduler", "rollout_fn", "request_config", "max_turns",
-    ]  # fmt: skip
-    source = inspect.getsource(inspect.getmodule(run_multi_turn))
-    assert "tr.get('done', scheduler.check_finished(" in source  # the result of a turn overrides the scheduler
-    assert "step_result.get('response_token_ids')" in source
 
 
 def test_schedulers_and_environments_have_these_hooks() -> None:
@@ -32,7 +22,7 @@ def test_schedulers_and_environments_have_these_hooks() -> None:
 
 
 def test_the_schedulers_run_calls_its_hooks_and_the_engine_in_every_turn() -> None:
-    """A server runs conversations with it; server/conversations.py ends those that have no tokens left in a hook."""
+    """Conversations run with it; conversations/scheduling.py ends those that have no tokens left in a hook."""
     assert list(inspect.signature(MultiTurnScheduler.run).parameters)[:3] == ["self", "infer_request", "request_config"]
     source = inspect.getsource(MultiTurnScheduler.run)
     for expected in (
@@ -44,11 +34,9 @@ def test_the_schedulers_run_calls_its_hooks_and_the_engine_in_every_turn() -> No
         assert expected in source
 
 
-def test_run_still_omits_the_token_prefix_that_the_other_loop_adds() -> None:
-    """generation/server/conversations.py adds it; once `run` does, that code can be removed."""
+def test_run_still_omits_the_token_prefix() -> None:
+    """generation/conversations/running.py adds it; once `run` does, that code can be removed."""
     assert "ret.setdefault('response_token_ids', response_ids)" in inspect.getsource(MultiTurnScheduler.run)
-    loop = inspect.getsource(inspect.getmodule(run_multi_turn))
-    assert "response_token_ids=step_result.get('response_token_ids')," in loop
     assert list(inspect.signature(MultiTurnScheduler.get_response_token_data).parameters) == [
         "self", "infer_request", "response_choice", "is_continuation", "response_token_ids", "response_loss_mask",
     ]  # fmt: skip

@@ -15,11 +15,7 @@ def check_multi_turn(
     environments: Iterable[str],
     with_own_run: Iterable[str] = (),
 ) -> None:
-    """Raise ValueError if the multi-turn flags are inconsistent or name something unregistered.
-
-    `schedulers`, `environments`: ms-swift's registries; `with_own_run`: schedulers that override `run`, which only
-    servers call.
-    """
+    """Raise ValueError if the multi-turn flags are inconsistent or name something unregistered."""
     if scheduler is None:
         for flag, value in (("max_turns", max_turns), ("use_gym_env", use_gym_env), ("gym_env", gym_env)):
             if value is not None and value is not False:

@@ -28,11 +28,7 @@ def to_turn(response: ChatCompletionResponse) -> Turn:
 
 
 def finish(output: RolloutOutput, turns: Sequence[Turn], decode: Callable[[list[int]], str]) -> Completion:
-    """Combine a scheduler's output with the recorded turns to a completion of one prompt.
-
-    The completion starts at the first trained token. Its messages are those from the beginning, as text; its infos are
-    reported by scheduler and environment.
-    """
+    """Combine a scheduler's output with the recorded turns; the completion starts at the first trained token."""
     choice = output.response.choices[0]
     masked = [
         Message(list(ids), [bool(value) for value in mask])
@@ -89,14 +85,6 @@ def empty_response(request: RolloutInferRequest) -> ChatCompletionResponse:
     choice = _NoRoom(index=0, message=message, finish_reason="length", token_ids=[])
     usage = UsageInfo(prompt_tokens=0, completion_tokens=0, total_tokens=0)
     return ChatCompletionResponse(model="", choices=[choice], usage=usage, id=request.uuid)
-
-
-def first_prompt_too_long(requests: Sequence[RolloutInferRequest]) -> ValueError:
-    """Create the error for conversations whose first prompt leaves no room for a completion."""
-    return ValueError(
-        f"the first prompt of {len(requests)} conversations leaves no room for an answer; use a larger "
-        f"--vllm_max_model_len. The first of them begins: {str(requests[0].messages)[:200]}"
-    )
 
 
 def end_without_room(scheduler: MultiTurnScheduler) -> None:

@@ -45,10 +45,7 @@ class Conversation:
 
 
 def turn_seed(seed: int | None, number: int) -> int | None:
-    """Derive the seed of turn `number`, from 1.
-
-    The hash avoids the seeds of neighbouring conversations, which are consecutive.
-    """
+    """Derive the seed of turn `number`, from 1, by a hash: neighbouring conversations have consecutive seeds."""
     if seed is None:
         return None
     return int.from_bytes(blake2b(f"{seed}, {number}".encode(), digest_size=6).digest(), "big")

@@ -77,10 +77,7 @@ def _params(
 def run_batch(
     engine: GRPOVllmEngine, requests: Iterable[tuple[dict[str, Any], SamplingParams]], give_up: GiveUp
 ) -> list[Any]:
-    """Run encoded prompts to completion as one batch. Return vLLM's outputs in order.
-
-    Raises RunStopped if the run stops and the rest would take too long.
-    """
+    """Run encoded prompts as one batch. Return vLLM's outputs in order, or raise RunStopped if the run stops."""
     adapter = engine._get_grpo_lora_request()
     ids = []
     for number, (inputs, params) in enumerate(requests):

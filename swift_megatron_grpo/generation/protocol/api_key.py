@@ -31,10 +31,7 @@ def read_api_key(environ: Mapping[str, str]) -> str | None:
 
 
 def hide_in_process_list(secret: str) -> None:
-    """Overwrite a secret in this process's command line, which every user of the machine can read.
-
-    Linux keeps the command line in the memory of the process. Elsewhere, and without /proc, nothing changes.
-    """
+    """Overwrite a secret in this process's command line, which every user of the machine can read in Linux's /proc."""
     hidden = secret.encode("utf-8", "surrogateescape")
     try:
         fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()  # the name before ")" may have spaces

@@ -57,6 +57,12 @@ class Routes:
     IMAGES = "/grpo/images/"  # and the digest of an image
 
 
+class InvalidRequest(ValueError):
+    """The request of a client is at fault, and the client may read why."""
+
+    status = INVALID
+
+
 class InvalidMessage(ValueError):
     """A message that lacks fields, or has fields of other types than both ends have agreed on."""
 

@@ -35,10 +35,7 @@ def model_identity(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the language model; the config of a model with several parts nests them.
-
-    Qwen-Omni nests them twice: thinker_config has a text_config.
-    """
+    """Return the values of the language model, which models of several parts nest; Qwen-Omni nests them twice."""
     for part in ("thinker_config", "llm_config", "language_config", "text_config"):
         if isinstance(config.get(part), dict):
             return {**config, **language_config(config[part])}

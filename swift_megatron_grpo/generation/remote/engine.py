@@ -116,10 +116,7 @@ class RemoteVllm:
         )
 
     def needs_weights(self, version: int) -> bool:
-        """Return True if any server needs these weights.
-
-        Those that do now receive the next transfer; a server that comes later has to wait for the one after.
-        """
+        """Return True if any server needs these weights. Servers that come later have to wait for the next transfer."""
         if self._events is None:
             return False
         if len(self._failed_syncs) >= MAX_ATTEMPTS:
@@ -170,10 +167,7 @@ class RemoteVllm:
         return transfers
 
     def _end(self, server: Server, response: Future[dict[str, Any]], failure: Exception | None) -> str | None:
-        """Wait for the end of a transfer. Return what went wrong on a healthy server.
-
-        Returns None if the server has the weights, and if it was lost.
-        """
+        """Wait for the end of a transfer. Return what went wrong on a healthy server; None for one that was lost."""
         assert self._events is not None
         try:
             if failure is not None and not response.done():
@@ -227,10 +221,7 @@ class RemoteVllm:
         return [replace(worker, engine=url) for url, workers in by_server().items() for worker in workers]
 
     def _start_requests(self, send: Callable[[Server, float], Coroutine[Any, Any, T]]) -> Callable[[], dict[str, T]]:
-        """Query all servers that have the newest weights. Return a function that waits for the responses, by URL.
-
-        A server that sends none is lost.
-        """
+        """Query the servers that have the newest weights. Return a function that waits for the responses, by URL."""
         if self._events is None:
             return dict
         servers = self._servers.with_weights(self._version)

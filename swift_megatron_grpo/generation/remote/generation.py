@@ -322,10 +322,7 @@ class RemoteGeneration:
                 logger.warning(recovery)
 
     def _other_prompt(self, place: int, prompt: Prompt, server: Server, completion: Completion) -> str | None:
-        """Compare the prompt's tokens with those of the group's first completion; environments may change prompts.
-
-        If two servers disagree, either may be right, so the run ends.
-        """
+        """Compare the prompt's tokens with those of the group's first completion; environments may change prompts."""
         if self._servers.config.turns is not None:
             return None
         first_server, first_ids = self._first.setdefault(place, (server.url, completion.prompt_ids))

@@ -15,7 +15,6 @@ pipe.py             commands between the web server and the engine process
 engine_process.py   builds vLLM's engine and executes commands; keeps images by digest
 engine_thread.py    vLLM's engine in a thread of that process
 completions.py      generates one completion
-conversations.py    runs one multi-turn conversation with ms-swift's scheduler
 weight_receiver.py  extension of vLLM's workers: receives and loads weights
 
 Tests: tests/unit/generation/server; with a real server: tests/e2e/test_server.py, tests/e2e/test_server_turns.py.

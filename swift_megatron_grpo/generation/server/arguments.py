@@ -146,6 +146,11 @@ class GRPORolloutArguments(RolloutArguments):
         )
 
     @property
+    def world_size(self) -> int:
+        """The workers that receive weights."""
+        return int(self.vllm_tensor_parallel_size * self.vllm_data_parallel_size)
+
+    @property
     def returns_experts(self) -> bool:
         """True if the engine can report which experts its routers choose."""
         return bool(parse_json_object(FLAG, self.vllm_engine_kwargs).get(EXPERTS, False))

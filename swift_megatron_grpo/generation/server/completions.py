@@ -12,8 +12,7 @@ from swift.infer_engine import GRPOVllmEngine, RequestConfig
 from swift.infer_engine.protocol import RolloutInferRequest
 from swift.utils import get_logger
 
-from swift_megatron_grpo.generation.protocol.messages import Completion
-from swift_megatron_grpo.generation.server.pipe import InvalidRequest
+from swift_megatron_grpo.generation.protocol.messages import Completion, InvalidRequest
 from swift_megatron_grpo.generation.vllm.sampling import sampling_params, to_completion
 
 logger = get_logger()

@@ -15,21 +15,30 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from swift.infer_engine import GRPOVllmEngine, vllm_engine
+from swift.infer_engine import GRPOVllmEngine, RequestConfig, vllm_engine
+from swift.infer_engine.protocol import ChatCompletionResponse, RolloutInferRequest
 from swift.pipelines.infer import rollout
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
 
 from swift_megatron_grpo.data.images import portable_images
-from swift_megatron_grpo.generation.protocol.messages import MISSING_IMAGES, packed_logprobs
+from swift_megatron_grpo.generation.conversations.running import Conversations, NoRoom, current
+from swift_megatron_grpo.generation.conversations.scheduling import has_room
+from swift_megatron_grpo.generation.protocol.messages import MISSING_IMAGES, InvalidRequest, packed_logprobs
 from swift_megatron_grpo.generation.protocol.model_identity import model_identity, position_identity, precision_identity
 from swift_megatron_grpo.generation.server import pipe
 from swift_megatron_grpo.generation.server.arguments import GRPORolloutArguments
 from swift_megatron_grpo.generation.server.completions import Completer
-from swift_megatron_grpo.generation.server.conversations import ConversationEngine, Conversations
 from swift_megatron_grpo.generation.server.engine_thread import ServerEngine
 from swift_megatron_grpo.generation.server.health import Prober
 from swift_megatron_grpo.generation.vllm.cuda_runtime import find_runtime_beside_tilelang
 from swift_megatron_grpo.generation.vllm.fast_logprobs import speed_up_logprobs
-from swift_megatron_grpo.generation.vllm.images import has_vision_tower, images_per_prompt
+from swift_megatron_grpo.generation.vllm.images import (
+    EngineForImages,
+    has_vision_tower,
+    images_per_prompt,
+    placeholder_tokens,
+)
 from swift_megatron_grpo.generation.vllm.sampling import scoring_input, scoring_params, text_logprobs
 from swift_megatron_grpo.types import ScoredText
 
@@ -69,8 +78,8 @@ async def _first_to_end(*work: Coroutine[Any, Any, object]) -> None:
     await asyncio.wait(list(map(asyncio.create_task, work)), return_when=asyncio.FIRST_COMPLETED)
 
 
-class ServedEngine(ConversationEngine):
-    """ms-swift's engine with workers that receive this package's weights, and a core that may run in a thread."""
+class ServedEngine(EngineForImages):
+    """ms-swift's engine, which receives this package's weights and records turns of conversations."""
 
     def __init__(self, *args: Any, engine_kwargs: dict[str, Any], **kwargs: Any) -> None:
         engine_kwargs["worker_extension_cls"] = WORKER_EXTENSION
@@ -85,12 +94,32 @@ class ServedEngine(ConversationEngine):
         finally:
             vllm_engine.AsyncLLMEngine = stock
 
+    async def infer_async(
+        self, infer_request: RolloutInferRequest, request_config: RequestConfig | None = None, **options: Any
+    ) -> ChatCompletionResponse:
+        turns, infer = current.get(), partial(super().infer_async, infer_request, **options)
+        if turns is None:
+            return await infer(request_config)
+        placeholders = placeholder_tokens(self.template)
+        return await turns.generate(infer_request, request_config or RequestConfig(), infer, placeholders)
+
+    def _prepare_generation_config(self, request_config: RequestConfig) -> SamplingParams:
+        """Report a request once, when it ends, unless it is streamed: ms-swift reads only the last report."""
+        params = super()._prepare_generation_config(request_config)
+        if not request_config.stream:
+            params.output_kind = RequestOutputKind.FINAL_ONLY
+        return params
+
+    def set_default_max_tokens(self, request_config: RequestConfig, inputs: dict[str, Any]) -> None:
+        """Check that there is room for the turn. ms-swift calls this once it has encoded the prompt."""
+        length = self._get_num_tokens(inputs)
+        if current.get() is not None and not has_room(length, self.max_tokens_offset, self.max_model_len):
+            raise NoRoom
+        super().set_default_max_tokens(request_config, inputs)
+
 
 def _patch_engine_construction(on_built: Callable[[tuple[GRPOVllmEngine, Conversations | None]], object]) -> None:
-    """Replace the engine class that ms-swift's loop instantiates, and pass engine and conversations to `on_built`.
-
-    ms-swift's loop also builds the scheduler, if any.
-    """
+    """Replace the engine class of ms-swift's loop, and pass its engine, with conversations if any, to `on_built`."""
 
     get_stock_engine_type = rollout.get_rollout_engine_type
 
@@ -114,7 +143,7 @@ async def reset_prefix_cache(engine: Any) -> None:
         await asyncio.sleep(_DRAIN_POLL_SECONDS)
 
 
-class MissingImages(pipe.InvalidRequest):
+class MissingImages(InvalidRequest):
     """An image that the request names is not here; the client sends it again."""
 
     status = MISSING_IMAGES
@@ -204,16 +233,15 @@ class EngineCommands:
         image_digests: Sequence[str] = (),
         experts: bool = False,
     ) -> dict[str, Any]:
-        """Generate a completion, or a conversation if this server has a scheduler.
-
-        `image_digests`: of its images. `experts`: return those that routers chose, if this engine reports them.
-        """
+        """Generate a completion, or a conversation if this server has a scheduler."""
         if image_digests:
             request = {**request, "images": self._images.get(image_digests)}
         if self._conversations is None:
             work = self._single.complete(request, sampling)
         else:
-            work = self._conversations.complete(request, sampling, tokens_of_all_turns)
+            work = self._conversations.complete(
+                RolloutInferRequest(**request), RequestConfig(**sampling), tokens_of_all_turns
+            )
         completion = await self._cancelled_by_new_weights(work)
         if "images" in completion.infos and images_per_prompt(self._engine.engine.vllm_config.model_config):
             shown = await asyncio.to_thread(portable_images, completion.infos["images"])

@@ -22,10 +22,7 @@ _GRACE = 1.0  # seconds for the probe to end after a token was generated
 
 
 class EngineHealth:
-    """Observes an engine until it is stuck.
-
-    `probe` returns once the engine has generated a token, its own or another request's.
-    """
+    """Observes an engine until it is stuck. `probe` returns once it has generated a token, of whatever request."""
 
     def __init__(self, probe: Callable[[], Awaitable[object]], timeout: float) -> None:
         self._probe, self._timeout = probe, timeout
@@ -99,10 +96,7 @@ class Prober:
         processor.process_outputs = process
 
     async def wait_for_token(self) -> None:
-        """Send a request, and return once the engine has generated a token for it or for another request.
-
-        Behind a long queue its own request may have to wait for minutes.
-        """
+        """Return once the engine has generated a token for a probe, which may queue for minutes, or another request."""
         self._token.clear()
         generating = asyncio.ensure_future(self._completer.complete(_PROBE, _SAMPLING))
         waiting = asyncio.ensure_future(self._token.wait())

@@ -17,19 +17,13 @@ from typing import Any
 
 from swift.utils import get_logger
 
-from swift_megatron_grpo.generation.protocol.messages import CANCELLED, INVALID
+from swift_megatron_grpo.generation.protocol.messages import CANCELLED, InvalidRequest
 
 logger = get_logger()
 Command = Callable[..., Awaitable[Any]]
 _FAILED = 500
 _LONGEST_MESSAGE = 2**31  # bytes
 _SHOWN = 500  # characters of an error that a client may read
-
-
-class InvalidRequest(ValueError):
-    """The request of a client is at fault, and the client may read why."""
-
-    status = INVALID
 
 
 class CommandError(RuntimeError):
@@ -125,10 +119,7 @@ async def serve(end: socket.socket, commands: Mapping[str, Command]) -> None:
 
 
 async def _open(end: socket.socket) -> tuple[AsyncIterator[dict[str, Any]], Callable[[dict[str, Any]], None]]:
-    """Return the messages of the other end, until it is closed, and a function that sends one to it.
-
-    Sending never waits: the buffer has no limit, and a process that is stopped reads nothing.
-    """
+    """Return the messages of the other end, and a function that sends one without waiting: its buffer has no limit."""
     reader, writer = await asyncio.open_unix_connection(sock=end, limit=_LONGEST_MESSAGE)
 
     async def messages() -> AsyncIterator[dict[str, Any]]:

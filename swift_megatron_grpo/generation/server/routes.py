@@ -140,6 +140,12 @@ class RolloutRoutes:
     async def status(self, run: Run) -> dict[str, Any]:
         """Return the server's status. A run that requests it acquires the lease if no other run holds it."""
         refuse_if_failed(self._health)
+        args = self._args
+        conversations = None
+        if args.multi_turn_scheduler:
+            conversations = ConversationSettings(
+                args.multi_turn_scheduler, args.max_turns, args.gym_env, bool(args.use_gym_env)
+            )
         now = time.monotonic()
         if self._lease.touch(run, now):
             self.weights_version = NO_WEIGHTS  # they belong to another run
@@ -151,12 +157,12 @@ class RolloutRoutes:
                 instance=self._instance,
                 run=self._lease.holder(now),
                 weights_version=self.weights_version,
-                world_size=self._world_size,
-                enable_lora=self._args.vllm_enable_lora,
-                max_lora_rank=self._args.vllm_max_lora_rank,
-                quantization=self._args.rollout_quantization,
-                returns_experts=self._args.returns_experts,
-                conversations=self._conversation_settings,
+                world_size=args.world_size,
+                enable_lora=args.vllm_enable_lora,
+                max_lora_rank=args.vllm_max_lora_rank,
+                quantization=args.rollout_quantization,
+                returns_experts=args.returns_experts,
+                conversations=conversations,
                 **self._engine_settings["status"],
             )
         )
@@ -240,7 +246,7 @@ class RolloutRoutes:
         everywhere = self._args.host in _EVERY_INTERFACE
         if self._hub is not None:
             self._hub.close()
-        size = self._world_size + 1
+        size = self._args.world_size + 1
         secret = new_secret()
         try:
             self._hub = Hub(self._args.host or "::", body.port, size, secret)
@@ -282,18 +288,6 @@ class RolloutRoutes:
         with _engine_errors():
             result: dict[str, Any] = await self._commands.call(command, **arguments)
             return result
-
-    @property
-    def _conversation_settings(self) -> ConversationSettings | None:
-        args = self._args
-        if not args.multi_turn_scheduler:
-            return None
-        return ConversationSettings(args.multi_turn_scheduler, args.max_turns, args.gym_env, bool(args.use_gym_env))
-
-    @property
-    def _world_size(self) -> int:
-        size: int = self._args.vllm_tensor_parallel_size * self._args.vllm_data_parallel_size
-        return size
 
 
 def refuse_if_failed(health: EngineHealth) -> None:

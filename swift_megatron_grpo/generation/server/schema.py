@@ -160,7 +160,9 @@ class StockPrompt(Strict):
             raise ValueError("objects belong to images, and this server's model takes text only")
         contents = [[message.content, message.model_extra] for message in self.messages]
         texts = _texts([contents, self.tools, self.chat_template_kwargs])
-        if sum(len(text) for text in texts if not _is_media(text, limits)) > limits.prompt_characters:
+        if limits.accepts_media:
+            texts = (text for text in texts if not text.startswith("data:"))
+        if sum(map(len, texts)) > limits.prompt_characters:
             raise ValueError(
                 f"more than {limits.prompt_characters} characters of messages and tools (--max_prompt_characters)"
             )
@@ -356,10 +358,6 @@ def _checked_media(medium: Any, limits: ContentLimits) -> str:
     if not isinstance(medium, str) or not _BASE64.fullmatch(uri) or len(uri.partition(",")[2]) % 4:
         raise ValueError("media must be sent as base64; paths and URLs are not opened")
     return uri
-
-
-def _is_media(text: str, limits: ContentLimits) -> bool:
-    return limits.accepts_media and text.startswith("data:")
 
 
 def _texts(value: Any) -> Iterable[str]:

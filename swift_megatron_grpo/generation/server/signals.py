@@ -25,46 +25,41 @@ _EXIT_SECONDS = 6.0  # for the engine to exit; then it is killed
 @contextmanager
 def end_at_signals() -> Iterator[None]:
     """Handle the signals around the whole life of a server. Exit with 128 + the signal."""
-    end = _EndAtSignals()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end.on_signal)
+    pid = os.getpid()
+    received: list[signal.Signals] = []
+    serving: list[uvicorn.Server] = []
 
     def capture_signals(server: uvicorn.Server) -> AbstractContextManager[None]:
         """Replace uvicorn's own handling of signals."""
-        end.server = server
+        serving.append(server)
         return nullcontext()
 
+    def on_signal(number: int, _: FrameType | None) -> None:
+        if os.getpid() != pid:  # a forked child, for which the default holds
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        received.append(signal.Signals(number))
+        if len(received) == 1:
+            line = f"the rollout server received {received[0].name} and ends, with all of its processes"
+            print(f"swift_megatron_grpo: {line}", file=sys.stderr, flush=True)
+        if len(received) > 1 or not any(server.started for server in serving):
+            _end_now(number)
+        for server in serving:
+            server.config.timeout_graceful_shutdown = _REQUESTS_SECONDS
+            server.should_exit = True
+        timer = threading.Timer(_EXIT_SECONDS, _end_now, [number])
+        timer.daemon = True
+        timer.start()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
     uvicorn.Server.capture_signals = capture_signals  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        if end.received is not None:  # also if the engine's end was noticed first
-            raise SystemExit(128 + end.received)
-
-
-class _EndAtSignals:
-    def __init__(self) -> None:
-        self.received: signal.Signals | None = None
-        self._pid = os.getpid()
-        self.server: uvicorn.Server | None = None  # None before it serves
-
-    def on_signal(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a forked child, for which the default holds
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-            return
-        first, self.received = self.received is None, signal.Signals(number)
-        if first:
-            line = f"the rollout server received {self.received.name} and ends, with all of its processes"
-            print(f"swift_megatron_grpo: {line}", file=sys.stderr, flush=True)
-        if first and self.server is not None and self.server.started:
-            self.server.config.timeout_graceful_shutdown = _REQUESTS_SECONDS
-            self.server.should_exit = True
-            timer = threading.Timer(_EXIT_SECONDS, _end_now, [number])
-            timer.daemon = True
-            timer.start()
-        else:
-            _end_now(number)
+        if received:  # also if the engine's end was noticed first
+            raise SystemExit(128 + received[-1])
 
 
 def _end_now(number: int) -> None:

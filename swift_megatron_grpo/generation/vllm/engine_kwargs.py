@@ -128,10 +128,7 @@ def settings_of_vllm() -> frozenset[str]:
 
 
 def parse_json_object(flag: str, value: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the value of a flag that takes a JSON object, or the path of a JSON file, as in ms-swift.
-
-    ms-swift repairs malformed JSON, which turns a missing quote into other settings.
-    """
+    """Return the JSON object of a flag or of the file that it names. ms-swift would repair malformed JSON silently."""
     if not isinstance(value, str):
         return dict(value or {})
     is_file = Path(value).is_file()

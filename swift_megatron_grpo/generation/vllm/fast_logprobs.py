@@ -3,8 +3,6 @@
 They cost up to 17 % of generation on an H200 without this file. Kernels of vLLM's second model runner walk through the
 logits in 300 dependent steps, and once more for ranks, and Python makes several lists to append one number to the
 log-probs of each request. Requests for more than the sampled token, or for text, take vLLM's own way.
-
-Tests: tests/unit/generation/vllm/test_fast_logprobs.py, on a GPU tests/gpu/test_logprob_kernel.py.
 """
 
 from __future__ import annotations

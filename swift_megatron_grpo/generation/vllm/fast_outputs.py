@@ -5,8 +5,6 @@ processor, which looks for a reason to report them: 6 microseconds per request, 
 is reported before the last token of a request that is read at its end. Its tokens are therefore passed on `BATCH` at a
 time, in the form in which vLLM passes on several tokens of one step. A token that may end its request, and one of a
 request with any other feature, is left to vLLM.
-
-Tests: tests/unit/generation/vllm/test_fast_decoding.py.
 """
 
 from __future__ import annotations
@@ -34,10 +32,7 @@ BATCH = 32
 
 
 def speed_up_decoding(engine: Any) -> bool:
-    """Install FastSchedule and FastOutputs in vLLM's LLMEngine.
-
-    Returns False, and changes nothing, if vLLM's own functions must run.
-    """
+    """Install FastSchedule and FastOutputs in vLLM's LLMEngine. Return False if vLLM's own functions must run."""
     if type(engine.engine_core) is not InprocClient:
         return False
     scheduler = engine.engine_core.engine_core.scheduler

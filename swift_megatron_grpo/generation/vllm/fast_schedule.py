@@ -5,8 +5,6 @@ requests. Most requests need nothing in such a step, neither a block of the cach
 comparisons of integers show. This schedule lets vLLM's own do a step without running requests, so that everything else
 is done as always, and adds the requests to its output. Any other step, such as one with a prompt or without enough free
 blocks, is vLLM's alone.
-
-Tests: tests/unit/generation/vllm/test_fast_decoding.py.
 """
 
 from __future__ import annotations
@@ -126,10 +124,7 @@ class FastSchedule:
         )
 
     def _choose(self) -> list[tuple[RunningRequest, bool]]:
-        """Return the requests that get a token, and whether their blocks change; nothing: vLLM must schedule.
-
-        Changes nothing. The conditions are those of `Scheduler.schedule` in the same order.
-        """
+        """Return the requests that get a token, and whether their blocks change; nothing: vLLM must schedule."""
         scheduler, known_requests = self._scheduler, self._running
         blocks, cached = self._blocks_of_requests.req_to_blocks, self._blocks_of_requests.num_cached_block
         block_size, longest, caches = self._blocks_of_requests.block_size, scheduler.max_model_len, self._caches

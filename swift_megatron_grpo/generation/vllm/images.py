@@ -35,10 +35,7 @@ def placeholder_tokens(template: Template) -> frozenset[int]:
 
 
 def tokens_of_image(processor: Any, width: int, height: int, resizes: bool) -> int:
-    """Return the tokens of an image of this size. `resizes`: vLLM resizes it, unlike one that a template has resized.
-
-    `processor`: of transformers, for images and text.
-    """
+    """Return the tokens of an image of this size. `resizes`: vLLM resizes it, because no template has done so."""
     images = processor.image_processor
     if hasattr(processor, "image_seq_length"):  # InternVL: each tile has as many tokens, and two mark start and end
         tiles: int = images.get_number_of_image_patches(height, width, {"crop_to_patches": True})
@@ -51,10 +48,7 @@ def tokens_of_image(processor: Any, width: int, height: int, resizes: bool) -> i
 
 
 class EngineForImages(GRPOVllmEngine):
-    """ms-swift's engine, which counts an image with all its tokens.
-
-    ms-swift counts the one placeholder that vLLM replaces, so its limits on completions are too large.
-    """
+    """ms-swift's engine, which counts all tokens of an image where ms-swift counts the one placeholder."""
 
     def _get_num_tokens(self, inputs: dict[str, Any], batch_idx: int | None = None) -> int:
         tokens: int = GRPOVllmEngine._get_num_tokens(inputs, batch_idx)

@@ -3,8 +3,6 @@
 fast_schedule.py and fast_outputs.py make the same changes to vLLM's state as functions of vLLM, with less work, so they
 depend on the text of these functions. A digest of the text decides, not a version: with any other text, or with a
 setting that the two do not cover, vLLM's own functions run.
-
-Tests: tests/contract/test_scheduler_seam.py.
 """
 
 from __future__ import annotations

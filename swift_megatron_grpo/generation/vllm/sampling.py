@@ -19,11 +19,7 @@ from swift_megatron_grpo.types import ScoredText
 
 
 def sampling_params(engine: GRPOVllmEngine, inputs: dict[str, Any], request: RequestConfig) -> SamplingParams:
-    """Return the parameters of one request for a completion.
-
-    `inputs`: the encoded prompt, whose length limits the completion. `request` may be modified. Raises ValueError for
-    a prompt that leaves no room.
-    """
+    """Return the parameters of one request for a completion; ValueError if its encoded prompt leaves no room."""
     room = _room(engine, inputs)
     request.max_tokens = min(request.max_tokens or room, room)
     params = engine._prepare_generation_config(request)
@@ -66,10 +62,7 @@ def to_completion(engine: GRPOVllmEngine, inputs: dict[str, Any], result: Any) -
 
 
 def scoring_params() -> SamplingParams:
-    """Return the parameters of a request for the log-probs of a text.
-
-    Greedy, because a sampled token would advance the random numbers of later completions.
-    """
+    """Return the parameters of a request for the log-probs of a text. Greedy: no random number is used for it."""
     return SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
 
 
@@ -83,9 +76,6 @@ def scoring_input(text: ScoredText) -> dict[str, Any]:
 
 
 def text_logprobs(output: Any) -> list[float]:
-    """Return the log-probs of every token but the first, from the output of a request with scoring_params.
-
-    Those of an image, which vLLM has put in place of its placeholder, are among them.
-    """
+    """Return the log-probs of all tokens but the first, those of an image included, of a request with scoring_params."""
     tokens = output.prompt_token_ids
     return [at[token].logprob for at, token in zip(output.prompt_logprobs[1:], tokens[1:], strict=True)]

@@ -1,4 +1,4 @@
-"""Conversations on a server: checks and clean-up around ms-swift's real schedulers, without an engine."""
+"""Conversations: checks and clean-up around ms-swift's real schedulers, without an engine."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from swift.rollout.gym_env import Env, envs
 from swift.rollout.multi_turn import GYMScheduler, MultiTurnScheduler
 from swift.template import MaxLengthError
 
+from swift_megatron_grpo.generation.conversations.running import Conversations, NoRoom, TurnRecorder
 from swift_megatron_grpo.generation.conversations.scheduling import empty_response, end_without_room, finish, has_room
 from swift_megatron_grpo.generation.conversations.turns import Turn
 from swift_megatron_grpo.generation.interface import Request
+from swift_megatron_grpo.generation.protocol.messages import InvalidRequest
 from swift_megatron_grpo.generation.requests import conversation_payload
-from swift_megatron_grpo.generation.server.conversations import Conversations, _NoRoom, _TurnRecorder
-from swift_megatron_grpo.generation.server.pipe import InvalidRequest
 from swift_megatron_grpo.types import Prompt
 
-REQUEST: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello."}], "uuid": "a"}
+REQUEST = {"messages": [{"role": "user", "content": "Hello."}], "uuid": "a"}
 
 
 def request() -> RolloutInferRequest:
@@ -65,7 +65,7 @@ class FixedOutput(MultiTurnScheduler):
 )
 def test_an_output_that_cannot_be_trained_on_is_refused(output: Any, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        asyncio.run(Conversations(FixedOutput(output)).complete(REQUEST, {}, None))
+        asyncio.run(Conversations(FixedOutput(output)).complete(request(), RequestConfig(), None))
 
 
 class Door(Env):
@@ -96,7 +96,7 @@ def test_a_conversation_that_fails_closes_its_environment(doors: None) -> None:
 
     async def run_conversation() -> None:
         with pytest.raises(AttributeError, match="infer_async"):
-            await Conversations(scheduler).complete(REQUEST, {}, None)
+            await Conversations(scheduler).complete(request(), RequestConfig(), None)
         await asyncio.sleep(0.1)
 
     asyncio.run(run_conversation())
@@ -123,7 +123,7 @@ def test_an_unanswered_last_message_is_dropped() -> None:
     assert finished.completion_ids == [5]
 
 
-def turn(recorder: _TurnRecorder, error: Exception) -> Any:
+def turn(recorder: TurnRecorder, error: Exception) -> Any:
     async def infer(config: RequestConfig) -> Any:
         raise error
 
@@ -131,12 +131,12 @@ def turn(recorder: _TurnRecorder, error: Exception) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("error", "flag"), [(_NoRoom(), "--vllm_max_model_len"), (MaxLengthError("row(9) is larger"), "--max_length")]
+    ("error", "flag"), [(NoRoom(), "--vllm_max_model_len"), (MaxLengthError("row(9) is larger"), "--max_length")]
 )
 def test_a_later_turn_without_room_ends_the_conversation(error: Exception, flag: str) -> None:
     with pytest.raises(InvalidRequest, match=f"the first prompt leaves no room .* larger {flag}"):
-        turn(_TurnRecorder(RequestConfig(), None), error)
-    recorder = _TurnRecorder(RequestConfig(), None)
+        turn(TurnRecorder(RequestConfig(), None), error)
+    recorder = TurnRecorder(RequestConfig(), None)
     first = Turn([1], [2], [-0.5])
     recorder.recorded.append(first)
     response = turn(recorder, error)

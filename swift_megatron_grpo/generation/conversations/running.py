@@ -1,8 +1,7 @@
-"""Conversations on a rollout server: one request is one conversation, driven by ms-swift's scheduler.
+"""Runs conversations with a scheduler of ms-swift, which requests one turn after the other from its engine.
 
-Conversations run concurrently. The scheduler and its environments are those that ms-swift built for its own route; its
-`run` may be ms-swift's or its own. It requests one turn after the other from the engine, which records for the
-conversation the tokens that it saw and sampled.
+Conversations run concurrently; each is a task. The scheduler's `run` may be ms-swift's or its own. The engine generates
+a turn through the recorder of the current conversation, which keeps the tokens that the engine saw and sampled.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from swift.infer_engine import RequestConfig
@@ -23,55 +21,23 @@ from swift.infer_engine.protocol import (
 )
 from swift.rollout import MultiTurnScheduler
 from swift.template import MaxLengthError
-from vllm import SamplingParams
-from vllm.sampling_params import RequestOutputKind
 
 from swift_megatron_grpo.generation.conversations.scheduling import (
     close_environment,
     empty_response,
     end_without_room,
     finish,
-    has_room,
     to_turn,
 )
 from swift_megatron_grpo.generation.conversations.turns import Turn, sampled_any, tokens_left, turn_seed
-from swift_megatron_grpo.generation.protocol.messages import Completion
-from swift_megatron_grpo.generation.server.pipe import InvalidRequest
-from swift_megatron_grpo.generation.vllm.images import EngineForImages, placeholder_tokens
+from swift_megatron_grpo.generation.protocol.messages import Completion, InvalidRequest
 
 
-class ConversationEngine(EngineForImages):
-    """ms-swift's engine, which records requests made within a conversation as turns of it."""
-
-    async def infer_async(
-        self, infer_request: RolloutInferRequest, request_config: RequestConfig | None = None, **options: Any
-    ) -> ChatCompletionResponse:
-        turns, infer = _conversation.get(), partial(super().infer_async, infer_request, **options)
-        if turns is None:
-            return await infer(request_config)
-        placeholders = placeholder_tokens(self.template) if infer_request.images else frozenset()
-        return await turns.generate(infer_request, request_config or RequestConfig(), infer, placeholders)
-
-    def _prepare_generation_config(self, request_config: RequestConfig) -> SamplingParams:
-        """Report a request once, when it ends, unless it is streamed: ms-swift reads only the last report."""
-        params = super()._prepare_generation_config(request_config)
-        if not request_config.stream:
-            params.output_kind = RequestOutputKind.FINAL_ONLY
-        return params
-
-    def set_default_max_tokens(self, request_config: RequestConfig, inputs: dict[str, Any]) -> None:
-        """Check that there is room for the turn. ms-swift calls this once it has encoded the prompt."""
-        length = self._get_num_tokens(inputs)
-        if _conversation.get() is not None and not has_room(length, self.max_tokens_offset, self.max_model_len):
-            raise _NoRoom
-        super().set_default_max_tokens(request_config, inputs)
-
-
-class _NoRoom(Exception):
+class NoRoom(Exception):
     """The prompt of this turn already has the maximum length of the engine's sequences."""
 
 
-class _TurnRecorder:
+class TurnRecorder:
     """The turns of one conversation."""
 
     def __init__(self, sampling: RequestConfig, tokens_of_all_turns: int | None) -> None:
@@ -91,7 +57,8 @@ class _TurnRecorder:
     ) -> ChatCompletionResponse:
         """Generate the next turn. A conversation without room for it gets an empty response, which ends it.
 
-        So does one in which the policy has sampled a placeholder: the engine would put an image in its place.
+        So does one with images in which the policy has sampled one of the `placeholders`: the engine would put an image
+        in its place. `infer` raises NoRoom or MaxLengthError.
         """
         if self._ended:
             raise RuntimeError("the scheduler requested another turn of a conversation that has no room left")
@@ -100,18 +67,19 @@ class _TurnRecorder:
             config, seed=turn_seed(self._seed, self._requested), return_details=True, logprobs=self._logprobs
         )
         left = tokens_left(self._tokens_of_all_turns, self.recorded)
-        if left == 0 or sampled_any(placeholders, self.recorded):
+        if left == 0 or (request.images and sampled_any(placeholders, self.recorded)):
             self._ended = True
             return empty_response(request)
         if left is not None:
             config = replace(config, max_tokens=left)
         try:
             response = await infer(config)
-        except (_NoRoom, MaxLengthError) as error:
+        except (NoRoom, MaxLengthError) as error:
             if not self.recorded:
                 flag = "--max_length" if isinstance(error, MaxLengthError) else "--vllm_max_model_len"
                 raise InvalidRequest(
-                    f"the first prompt leaves no room for an answer; start the server with a larger {flag}"
+                    f"the first prompt leaves no room for an answer; start vLLM with a larger {flag}. It begins: "
+                    f"{str(request.messages)[:200]}"
                 ) from None
             self._ended = True
             return empty_response(request)
@@ -119,11 +87,11 @@ class _TurnRecorder:
         return response
 
 
-_conversation: ContextVar[_TurnRecorder | None] = ContextVar("conversation", default=None)
+current: ContextVar[TurnRecorder | None] = ContextVar("current", default=None)  # of the conversation that runs
 
 
 class Conversations:
-    """Runs conversations with ms-swift's scheduler."""
+    """Runs conversations with one scheduler."""
 
     def __init__(self, scheduler: MultiTurnScheduler) -> None:
         self._scheduler = scheduler
@@ -131,37 +99,29 @@ class Conversations:
         if type(scheduler).run is MultiTurnScheduler.run:
             _add_answer_prefix_to_steps(scheduler)
         self._running: dict[str, asyncio.Task[Any]] = {}  # by uuid
-        self._closing: set[asyncio.Task[None]] = set()
+        self.closing: set[asyncio.Task[None]] = set()  # environments
 
     async def complete(
-        self, request: dict[str, Any], sampling: dict[str, Any], tokens_of_all_turns: int | None
+        self, request: RolloutInferRequest, sampling: RequestConfig, tokens_of_all_turns: int | None
     ) -> Completion:
-        """Run a conversation from ms-swift's request and sampling; all after the first prompt is the completion.
-
-        A repeated request cancels the first, whose client no longer waits.
-        """
-        first = RolloutInferRequest(**request)
-        uuid, config = first.uuid, RequestConfig(**sampling)
+        """Run a conversation to its end. A repeated request cancels the first, whose client no longer waits."""
+        uuid = request.uuid
         while uuid in self._running:
             self._running[uuid].cancel()
             await asyncio.wait([self._running[uuid]])
         task = asyncio.current_task()
         assert task is not None
         self._running[uuid] = task
-        turns = _TurnRecorder(config, tokens_of_all_turns)
-        _conversation.set(turns)  # for this task, and for tasks that the scheduler creates in it
+        turns = TurnRecorder(sampling, tokens_of_all_turns)
+        current.set(turns)  # for this task, and for tasks that the scheduler creates in it
         try:
-            output = _single_output(await self._scheduler.run(first, config), turns.recorded)
+            output = _single_output(await self._scheduler.run(request, sampling), turns.recorded)
         finally:
             del self._running[uuid]
-            self._close(uuid)
+            closing = asyncio.create_task(close_environment(self._scheduler, uuid))  # may be slow
+            self.closing.add(closing)
+            closing.add_done_callback(self.closing.discard)
         return finish(output, turns.recorded, self._scheduler.tokenizer.decode)
-
-    def _close(self, uuid: str) -> None:
-        """Close the environment in the background, because closing may be slow."""
-        closing = asyncio.create_task(close_environment(self._scheduler, uuid))
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
 
 
 def _add_answer_prefix_to_steps(scheduler: MultiTurnScheduler) -> None:
@@ -175,7 +135,7 @@ def _add_answer_prefix_to_steps(scheduler: MultiTurnScheduler) -> None:
 
     def append_assistant_completion(request: RolloutInferRequest, completion: str) -> bool:
         continues: bool = append(request, completion)
-        turns = _conversation.get()
+        turns = current.get()
         if turns is not None:
             turns.continues = continues
         return continues
@@ -184,7 +144,7 @@ def _add_answer_prefix_to_steps(scheduler: MultiTurnScheduler) -> None:
         request: RolloutInferRequest, choice: ChatCompletionResponseChoice, turn: int
     ) -> dict[str, Any]:
         result: dict[str, Any] = step(request, choice, turn)
-        turns = _conversation.get()
+        turns = current.get()
         if turns is None or result.get("response_token_ids") is None:
             return result
         ids, mask = scheduler.get_response_token_data(
