@@ -143,6 +143,10 @@ class GenerationEngine(Protocol):
     def shutdown(self) -> None: ...
 
 
+def _first_seed(*parts: object) -> int:
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=6).digest(), "big")
+
+
 def requests_for(
     prompts: Sequence[Prompt], per_prompt: int, seed: int | None, version: int, with_experts: int = 0
 ) -> list[Request]:
@@ -165,7 +169,3 @@ def evaluation_requests(prompts: Sequence[Prompt], per_prompt: int, seed: int) -
         Request(index, prompts[index // per_prompt], firsts[index // per_prompt] + index % per_prompt)
         for index in range(len(prompts) * per_prompt)
     ]
-
-
-def _first_seed(*parts: object) -> int:
-    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=6).digest(), "big")

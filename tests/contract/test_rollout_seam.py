@@ -186,7 +186,7 @@ def test_requests_can_select_a_replica_and_an_adapter() -> None:
 
 
 def test_vllm_aborts_a_request_when_its_task_is_cancelled() -> None:
-    """generation/server/responses.py relies on it when a client disconnects."""
+    """generation/server/routes.py relies on it when a client disconnects."""
     source = upstream()["generate_source"]
     assert "except (asyncio.CancelledError, GeneratorExit):" in source and "await self.abort(" in source
 
@@ -197,7 +197,7 @@ def test_an_engine_whose_core_was_killed_reports_an_error() -> None:
 
 
 def test_the_template_encodes_prompts_in_another_thread() -> None:
-    """generation/server/completions.py encodes prompts as infer_async does."""
+    """generation/server/engine_process.py encodes prompts as infer_async does."""
     source = upstream()["infer_async"]
     assert "self.template.set_mode('vllm')" in source
     assert "run_in_executor(None, self.template.encode, infer_request, True)" in source

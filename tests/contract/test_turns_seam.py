@@ -22,7 +22,7 @@ def test_schedulers_and_environments_have_these_hooks() -> None:
 
 
 def test_the_schedulers_run_calls_its_hooks_and_the_engine_in_every_turn() -> None:
-    """Conversations run with it; conversations/scheduling.py ends those that have no tokens left in a hook."""
+    """Conversations run with it; conversations/running.py ends those that have no tokens left in a hook."""
     assert list(inspect.signature(MultiTurnScheduler.run).parameters)[:3] == ["self", "infer_request", "request_config"]
     source = inspect.getsource(MultiTurnScheduler.run)
     for expected in (

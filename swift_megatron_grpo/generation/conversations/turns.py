@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import takewhile
+from operator import eq
 
 from swift_megatron_grpo.types import ExpertRows
 
@@ -69,7 +70,9 @@ def join(turns: Sequence[Turn], messages: Sequence[Message] = ()) -> Conversatio
     lost = 0
     for turn in turns:
         start = len(turn.prompt_ids)
-        kept = _common_prefix(tokens[start:], turn.completion_ids) if tokens[:start] == turn.prompt_ids else 0
+        kept = 0
+        if tokens[:start] == turn.prompt_ids:  # the length of what is left of its completion
+            kept = sum(takewhile(bool, map(eq, tokens[start:], turn.completion_ids)))
         lost += kept == 0 and bool(turn.completion_ids)
         positions = range(start, start + kept)
         sampled.update(positions)
@@ -84,11 +87,6 @@ def join(turns: Sequence[Turn], messages: Sequence[Message] = ()) -> Conversatio
         lost_turns=lost,
         routed_experts=turns[-1].routed_experts,
     )
-
-
-def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 
 
 def _masked_positions(tokens: Sequence[int], turns: Sequence[Turn], messages: Sequence[Message]) -> list[int]:

@@ -1,8 +1,7 @@
 """vLLM in the training processes ("colocate").
 
-engine.py           the engine: weights, memory, single-turn completions
+engine.py           the engine: weights, memory, single-turn completions, given up when the run stops
 engine_settings.py  refuse settings that vLLM does not accept, before a model loads
-sampling.py         one vLLM batch from requests to rollouts, which is given up when the run stops
 conversations.py    the engine for multi-turn conversations
 
 Tests: tests/unit/generation/local, and in tests/e2e test_generation.py, test_multi_turn.py and test_sync_check.py.

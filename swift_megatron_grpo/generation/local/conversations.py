@@ -22,11 +22,9 @@ from swift.template import Template
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from swift_megatron_grpo.generation.conversations.running import Conversations, NoRoom, current
-from swift_megatron_grpo.generation.conversations.scheduling import has_room
+from swift_megatron_grpo.generation.conversations.running import Conversations, NoRoom, current, has_room
 from swift_megatron_grpo.generation.interface import Request
-from swift_megatron_grpo.generation.local.engine import LocalVllm
-from swift_megatron_grpo.generation.local.sampling import run_batch
+from swift_megatron_grpo.generation.local.engine import LocalVllm, run_batch
 from swift_megatron_grpo.generation.protocol.messages import Completion
 from swift_megatron_grpo.generation.requests import conversation_request, request_config, to_rollout
 from swift_megatron_grpo.generation.vllm.images import placeholder_tokens

@@ -7,7 +7,6 @@ without an error.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from swift_megatron_grpo.data.images import is_portable
 from swift_megatron_grpo.generation.protocol.messages import Completion
@@ -30,7 +29,9 @@ def problem_of(
             completion.weights_version != weights_version
         ),
         "it has no prompt": not prompt,
-        f"a token is not in the vocabulary of {vocabulary}": not _in_vocabulary([*prompt, *tokens], vocabulary),
+        f"a token is not in the vocabulary of {vocabulary}": (
+            min(prompt + tokens, default=0) < 0 or max(prompt + tokens, default=0) >= (vocabulary or math.inf)
+        ),
         f"its finish_reason is {completion.finish_reason[:40]!r}": completion.finish_reason not in _FINISH_REASONS,
         "it has no log-probs": logprobs is None and sampled > 0 and sampling.logprobs,
         "it has log-probs, which were not requested": logprobs is not None and not sampling.logprobs,
@@ -88,7 +89,3 @@ def _problems_of_turns(completion: Completion, takes_images: bool) -> dict[str, 
             takes_images and not (isinstance(images, list) and all(map(is_portable, images)))
         ),
     }
-
-
-def _in_vocabulary(tokens: Sequence[int], size: int | None) -> bool:
-    return not tokens or (min(tokens) >= 0 and (size is None or max(tokens) < size))

@@ -152,11 +152,13 @@ class RemoteVllm:
     def _begin(self, servers: Sequence[Server], payload: dict[str, Any]) -> list[_Transfer]:
         """Request servers to receive weights. Return a transfer for each server that is ready."""
         assert self._events is not None
-        transfers = []
+        transfers, limit = [], self._config.timeout
         for server in servers:
             try:
                 if server.connection is None:
-                    server.connection = self._sender.join(self._events.run(self._join(server)))
+                    address = {"host": urlsplit(server.url).hostname or "", "port": server.group_port}
+                    joining = server.client.join(address | {"timeout": limit}, timeout=limit)
+                    server.connection = self._sender.join(self._events.run(joining))
                 connection = server.connection
             except (ServerFailure, RuntimeError) as failure:  # torch's rendezvous raises RuntimeErrors
                 self._events.run(self._mark_lost(server, f"connecting for weights failed: {failure}"))
@@ -183,11 +185,6 @@ class RemoteVllm:
             server.drop_connection()
             return f"{type(failure).__name__}: {failure}"
         return None
-
-    async def _join(self, server: Server) -> dict[str, Any]:
-        host = urlsplit(server.url).hostname or ""
-        payload = {"host": host, "port": server.group_port, "timeout": self._config.timeout}
-        return await server.client.join(payload, timeout=self._config.timeout)
 
     async def _mark_lost(self, server: Server, reason: str) -> None:
         self._servers.mark_lost(server, reason)

@@ -30,12 +30,7 @@ from swift_megatron_grpo.generation.protocol.messages import (
     SERVER_UNUSABLE,
     Completion,
 )
-from swift_megatron_grpo.generation.remote.client import (
-    Accept,
-    Refused,
-    RequestTimeout,
-    ServerFailure,
-)
+from swift_megatron_grpo.generation.remote.client import Accept, Refused, RequestTimeout, ServerFailure
 from swift_megatron_grpo.generation.remote.completion_checks import problem_of
 from swift_megatron_grpo.generation.remote.dispatcher import Assignment, Dispatcher, LostRequests
 from swift_megatron_grpo.generation.remote.servers import MAX_ATTEMPTS, EventLoopThread, Server, Servers
@@ -68,10 +63,12 @@ class _Payloads:
         return self._images[prompt.prompt_id]
 
     def payload(self, request: Request, version: int) -> dict[str, Any]:
-        sampling = self._sampling
+        sampling, name = self._sampling, request.prompt.prompt_id
         text_only = replace(request, prompt=without_images(request.prompt))
+        if not self._has_turns and name not in self._requests:  # with its uuid, which only schedulers read
+            self._requests[name] = asdict(infer_request(text_only.prompt))
         return {
-            "request": conversation_payload(text_only) if self._has_turns else self._prompt_request(text_only.prompt),
+            "request": conversation_payload(text_only) if self._has_turns else self._requests[name],
             "sampling": asdict(request_config(sampling, request.seed)),
             "tokens_of_all_turns": (
                 sampling.max_completion_length if sampling.limits_conversations and self._has_turns else None
@@ -80,15 +77,6 @@ class _Payloads:
             "experts": request.returns_experts,
             "weights_version": version,
         }
-
-    def _prompt_request(self, prompt: Prompt) -> dict[str, Any]:
-        """Return the request of one turn; completions of a prompt share it, with its uuid.
-
-        Only servers with a scheduler read the uuid, and they are refused by runs of one turn.
-        """
-        if prompt.prompt_id not in self._requests:
-            self._requests[prompt.prompt_id] = asdict(infer_request(prompt))
-        return self._requests[prompt.prompt_id]
 
 
 class RemoteGeneration:
@@ -139,8 +127,10 @@ class RemoteGeneration:
             self._servers.check_stop()
             if self._failure is not None:
                 raise self._failure
-            groups, needs_weights = self._pop_complete_groups(), self._needs_weights(newest)
-            if groups or needs_weights:
+            complete = sorted(place for place, group in self._groups.items() if len(group) == self._group_size)
+            needs_weights = self._needs_weights(newest)
+            if complete or needs_weights:
+                groups = [self._groups.pop(place) for place in complete]
                 finished = {self._requests[number].index: group[number] for group in groups for number in sorted(group)}
                 return Progress(finished, needs_weights)
             # Only here, where the trainer waits: while it trains, a server has time to come back.
@@ -167,10 +157,6 @@ class RemoteGeneration:
         self._wake_up.set()
         await asyncio.wrap_future(self._running)
 
-    def _pop_complete_groups(self) -> list[dict[int, Rollout]]:
-        complete = [place for place, group in self._groups.items() if len(group) == self._group_size]
-        return [self._groups.pop(place) for place in sorted(complete)]
-
     # ---- in the event loop, until all requests are finished
 
     async def _run(self) -> None:
@@ -179,7 +165,10 @@ class RemoteGeneration:
             while self._dispatcher.unfinished and self._failure is None:
                 self._update_servers()
                 self._start(self._assign())
-                await self._wait()
+                with suppress(TimeoutError):  # of one second: `_next` finds out by the clock that all servers are lost
+                    await asyncio.wait_for(self._wake_up.wait(), timeout=1)
+                self._wake_up.clear()
+                self._advanced.set()
         except Exception as error:
             self._failure = error
         finally:
@@ -188,13 +177,6 @@ class RemoteGeneration:
                 task.cancel()
             self._older.clear()
             self._advanced.set()
-
-    async def _wait(self) -> None:
-        """Wait for an event, for at most one second: `_next` finds out by the clock that all servers are lost."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._wake_up.wait(), timeout=1)
-        self._wake_up.clear()
-        self._advanced.set()
 
     def _assign(self) -> list[Assignment]:
         """Assign requests to the slots that older generations leave free."""

@@ -51,7 +51,7 @@ class WeightSender:
 
 
 class Message(NamedTuple):
-    """What is sent at once. The thread that sends it waits for the event after which its bucket is packed."""
+    """A bucket, or the end of a transfer. The thread that sends it waits for the event after which it is packed."""
 
     header: dict[str, Any]
     data: torch.Tensor | None = None  # None: it ends the transfer

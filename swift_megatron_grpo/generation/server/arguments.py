@@ -92,23 +92,25 @@ class GRPORolloutArguments(RolloutArguments):
         ms-swift takes the next free port if this one is busy, and treats a port as busy for a minute after a server on
         it was killed. A trainer waits for the restarted server on the same port.
         """
-        self._check_limits()
+        for flag, example in _POSITIVE.items():
+            value = getattr(self, flag)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"--{flag} must be > 0, got {value}; use --{flag} {example}, or leave it out")
         self._check_engine()
         if self.api_key:
             hide_in_process_list(self.api_key)
         port = self.port
         super().__post_init__()
         self.port = port
-        self._quantize()
+        dtype = None if self.torch_dtype is None else str(self.torch_dtype).removeprefix("torch.")
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+        device = refusal_of_device(capability, has_experts=False)  # on a CPU vLLM itself refuses experts
+        check_quantization(self.rollout_quantization, self.vllm_enable_lora, dtype, device)
+        settings = parse_json_object(FLAG, self.vllm_engine_kwargs)
+        self.vllm_engine_kwargs = settings | engine_settings(self.rollout_quantization)
         check_multi_turn(self.multi_turn_scheduler, self.max_turns, self.use_gym_env, self.gym_env, multi_turns, envs)
         if _is_port_taken(self.host, port):
             raise ValueError(f"--port {port}: another process listens on it; use another port, or stop that process")
-
-    def _check_limits(self) -> None:
-        for flag, example in _POSITIVE.items():
-            value = getattr(self, flag)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"--{flag} must be > 0, got {value}; use --{flag} {example}, or leave it out")
 
     def _check_engine(self) -> None:
         """Refuse settings of vLLM that would change the policy that generates, as the trainer does in colocate."""
@@ -123,15 +125,6 @@ class GRPORolloutArguments(RolloutArguments):
             why = REFUSED_BY_SERVERS["speculative_config"]
             raise ValueError(f"--vllm_speculative_config {self.vllm_speculative_config}: {why}; leave it out")
         self.vllm_engine_kwargs = settings
-
-    def _quantize(self) -> None:
-        """Check --rollout_quantization, and add vLLM's settings for it to those of the engine."""
-        dtype = None if self.torch_dtype is None else str(self.torch_dtype).removeprefix("torch.")
-        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-        device = refusal_of_device(capability, has_experts=False)  # on a CPU vLLM itself refuses experts
-        check_quantization(self.rollout_quantization, self.vllm_enable_lora, dtype, device)
-        settings = parse_json_object(FLAG, self.vllm_engine_kwargs)
-        self.vllm_engine_kwargs = settings | engine_settings(self.rollout_quantization)
 
     def content_limits(self, engine_settings: Mapping[str, Any]) -> ContentLimits:
         """Return the limits on the content of a request, which depend on the engine."""

@@ -158,19 +158,18 @@ async def _without_values(_: Request, error: Exception) -> JSONResponse:
 def one_at_a_time(server: Any, methods: Sequence[str]) -> None:
     """Make these handlers of a server run one after the other, outside the event loop, before they become routes."""
     turn = asyncio.Lock()
+
+    def in_turn(handler: Handler) -> Handler:
+        @wraps(handler)
+        async def handle(*arguments: Any, **options: Any) -> Any:
+            async with turn:
+                try:
+                    return await asyncio.to_thread(asyncio.run, handler(*arguments, **options))
+                except TypeError as error:  # ms-swift's engine has logged an error, and returned None, not a list
+                    reason = "the engine refused the request; the server's log has the reason"
+                    raise HTTPException(INVALID, reason) from error
+
+        return handle
+
     for name in methods:
-        setattr(server, name, _in_turn(getattr(server, name), turn))
-
-
-def _in_turn(handler: Handler, turn: asyncio.Lock) -> Handler:
-    @wraps(handler)
-    async def handle(*arguments: Any, **options: Any) -> Any:
-        async with turn:
-            try:
-                return await asyncio.to_thread(asyncio.run, handler(*arguments, **options))
-            except TypeError as error:  # ms-swift's engine has logged an error, and returned None instead of a list
-                raise HTTPException(
-                    INVALID, "the engine refused the request; the server's log has the reason"
-                ) from error
-
-    return handle
+        setattr(server, name, in_turn(getattr(server, name)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import os
 import socket
 import time
@@ -14,22 +15,27 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from swift.infer_engine import GRPOVllmEngine, RequestConfig, vllm_engine
 from swift.infer_engine.protocol import ChatCompletionResponse, RolloutInferRequest
 from swift.pipelines.infer import rollout
+from swift.utils import get_logger
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from swift_megatron_grpo.data.images import portable_images
-from swift_megatron_grpo.generation.conversations.running import Conversations, NoRoom, current
-from swift_megatron_grpo.generation.conversations.scheduling import has_room
-from swift_megatron_grpo.generation.protocol.messages import MISSING_IMAGES, InvalidRequest, packed_logprobs
+from swift_megatron_grpo.generation.conversations.running import Conversations, NoRoom, current, has_room
+from swift_megatron_grpo.generation.protocol.messages import (
+    MISSING_IMAGES,
+    Completion,
+    InvalidRequest,
+    packed_logprobs,
+)
 from swift_megatron_grpo.generation.protocol.model_identity import model_identity, position_identity, precision_identity
 from swift_megatron_grpo.generation.server import pipe
 from swift_megatron_grpo.generation.server.arguments import GRPORolloutArguments
-from swift_megatron_grpo.generation.server.completions import Completer
-from swift_megatron_grpo.generation.server.engine_thread import ServerEngine
+from swift_megatron_grpo.generation.server.engine_thread import EngineThread
 from swift_megatron_grpo.generation.server.health import Prober
 from swift_megatron_grpo.generation.vllm.cuda_runtime import find_runtime_beside_tilelang
 from swift_megatron_grpo.generation.vllm.fast_logprobs import speed_up_logprobs
@@ -39,10 +45,17 @@ from swift_megatron_grpo.generation.vllm.images import (
     images_per_prompt,
     placeholder_tokens,
 )
-from swift_megatron_grpo.generation.vllm.sampling import scoring_input, scoring_params, text_logprobs
+from swift_megatron_grpo.generation.vllm.sampling import (
+    sampling_params,
+    scoring_input,
+    scoring_params,
+    text_logprobs,
+    to_completion,
+)
 from swift_megatron_grpo.types import ScoredText
 
 T = TypeVar("T")
+logger = get_logger()
 _POLL_SECONDS = 0.5  # between two checks of vLLM's core
 _DRAIN_SECONDS, _DRAIN_POLL_SECONDS = 10.0, 0.01  # for batches on the device, of which there are two at most
 WORKER_EXTENSION = "swift_megatron_grpo.generation.server.weight_receiver.WeightReceiver"
@@ -88,7 +101,7 @@ class ServedEngine(EngineForImages):
     def _prepare_engine(self) -> None:
         """Build the engine of this package where ms-swift builds vLLM's asynchronous engine."""
         speed_up_logprobs()  # of requests, which are in this process wherever the workers are
-        stock, vllm_engine.AsyncLLMEngine = vllm_engine.AsyncLLMEngine, ServerEngine
+        stock, vllm_engine.AsyncLLMEngine = vllm_engine.AsyncLLMEngine, EngineThread
         try:
             super()._prepare_engine()
         finally:
@@ -143,6 +156,56 @@ async def reset_prefix_cache(engine: Any) -> None:
         await asyncio.sleep(_DRAIN_POLL_SECONDS)
 
 
+class Completer:
+    def __init__(self, engine: GRPOVllmEngine) -> None:
+        self._engine = engine
+        # Completions of one prompt arrive together and share its encoding while at least one of them needs it.
+        self._encodings: WeakValueDictionary[str, asyncio.Future[dict[str, Any]]] = WeakValueDictionary()
+
+    async def complete(self, request: dict[str, Any], sampling: dict[str, Any]) -> Completion:
+        """Generate one completion from ms-swift's request and sampling. Cancelling it aborts the request in vLLM."""
+        engine = self._engine
+        inputs = await self._encoded(request)
+        try:
+            params = sampling_params(engine, inputs, RequestConfig(**sampling))
+        except ValueError as error:  # no room for a token, or a value that vLLM excludes
+            raise InvalidRequest(str(error)) from error
+        adapter = await engine._get_grpo_lora_request_async()
+        try:
+            results = [
+                result
+                async for result in engine._add_request(inputs, params, uuid.uuid4().hex, adapter_request=adapter)
+            ]
+        except ValueError as error:  # vLLM validates prompts and parameters once more, before its core receives them
+            raise InvalidRequest(str(error)) from error
+        [result] = results
+        return to_completion(engine, inputs, result)
+
+    async def _encoded(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Encode the prompt. Templates raise errors of any type for messages that they do not support."""
+        encoding = self._encode(request)
+        try:
+            return await asyncio.shield(encoding)  # other requests may wait for the same encoding
+        except Exception as error:
+            logger.warning("a prompt cannot be encoded", exc_info=True)
+            raise InvalidRequest(
+                f"the template cannot encode the prompt ({type(error).__name__}; the server's log has the reason)"
+            ) from error
+
+    def _encode(self, request: dict[str, Any]) -> asyncio.Future[dict[str, Any]]:
+        # the uuid is not part of the prompt, and other clients give every request its own
+        key = json.dumps({name: value for name, value in request.items() if name != "uuid"}, sort_keys=True)
+        encoding = self._encodings.get(key)
+        if encoding is None:
+            template = self._engine.template
+            template.set_mode("vllm")
+            encoding = asyncio.get_running_loop().run_in_executor(
+                None, template.encode, RolloutInferRequest(**request), True
+            )
+            self._encodings[key] = encoding
+        return encoding
+
+
 class MissingImages(InvalidRequest):
     """An image that the request names is not here; the client sends it again."""
 
@@ -180,7 +243,7 @@ class EngineCommands:
         self._engine = engine
         single = Completer(engine)
         self._single, self._conversations = single, conversations
-        self._prober = Prober(single, engine.engine)
+        self._prober = Prober(single.complete, engine.engine)
         self._images = ImageStore(max_media_bytes)
         self._generating: set[asyncio.Task[Any]] = set()
         commands = (

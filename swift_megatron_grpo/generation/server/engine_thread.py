@@ -50,19 +50,6 @@ class EngineFailed(RuntimeError):
     """The engine has raised an error in a step, or was shut down; it generates nothing any more."""
 
 
-class ServerEngine:
-    """Builds the engine of a server, in the place of AsyncLLM."""
-
-    @staticmethod
-    def from_engine_args(arguments: AsyncEngineArgs) -> EngineThread | AsyncLLM:
-        context, silent = UsageContext.ENGINE_CONTEXT, arguments.disable_log_stats
-        config = arguments.create_engine_config(context)
-        parallel = config.parallel_config
-        if parallel.world_size * parallel.data_parallel_size == 1 and not has_vision_tower(config.model_config):
-            return EngineThread(config, log_stats=not silent)
-        return AsyncLLM.from_vllm_config(config, usage_context=context, disable_log_stats=silent)
-
-
 class EngineThread:
     """An engine that steps in its own thread while it has requests. All methods are called in one event loop."""
 
@@ -80,6 +67,16 @@ class EngineThread:
         self._thread = Thread(target=self._run, args=(make, built), name="vLLM engine", daemon=True)
         self._thread.start()
         self.output_processor = built.result().output_processor
+
+    @staticmethod
+    def from_engine_args(arguments: AsyncEngineArgs) -> EngineThread | AsyncLLM:
+        """Build the engine that this one fits, as AsyncLLM does."""
+        context, silent = UsageContext.ENGINE_CONTEXT, arguments.disable_log_stats
+        config = arguments.create_engine_config(context)
+        parallel = config.parallel_config
+        if parallel.world_size * parallel.data_parallel_size == 1 and not has_vision_tower(config.model_config):
+            return EngineThread(config, log_stats=not silent)
+        return AsyncLLM.from_vllm_config(config, usage_context=context, disable_log_stats=silent)
 
     @property
     def errored(self) -> bool:

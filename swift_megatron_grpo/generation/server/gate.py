@@ -14,6 +14,7 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from swift.utils import get_logger
@@ -34,14 +35,6 @@ OPEN_ROUTES = ("/health", "/health/")  # need no key
 _BODY = "swift_megatron_grpo.body"  # key of the scope
 _HEADER_BYTES = 2**16
 _Base: Any = AutoHTTPProtocol  # uvicorn's protocol: which one depends on the installed packages
-
-
-class Refused(Exception):
-    """The request is answered with this status, and reaches no route."""
-
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
 
 
 class Gate:
@@ -79,8 +72,8 @@ class Gate:
             else:
                 await self._serve_with_body(scope, receive, respond)
             return
-        except Refused as refusal:
-            status, reason = refusal.status, str(refusal)
+        except HTTPException as refusal:
+            status, reason = refusal.status_code, refusal.detail
         except Exception:
             number = uuid.uuid4().hex[:8]
             logger.exception(f"error {number} in {scope['method']} {scope['path']!r}")
@@ -93,13 +86,13 @@ class Gate:
             return
         scheme, _, sent = Headers(scope=scope).get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
-            raise Refused(401, "Missing bearer token")
+            raise HTTPException(401, "Missing bearer token")
         if not hmac.compare_digest(sent.encode("latin-1"), self._key):
-            raise Refused(401, "Invalid API key")
+            raise HTTPException(401, "Invalid API key")
 
     async def _serve_with_body(self, scope: Scope, receive: Receive, respond: Send) -> None:
         if self._in_progress >= self._most_requests:
-            raise Refused(429, f"{self._in_progress} requests are in progress (--max_requests); retry later")
+            raise HTTPException(429, f"{self._in_progress} requests are in progress (--max_requests); retry later")
         self._in_progress += 1
         counted = 1
         try:
@@ -109,7 +102,7 @@ class Gate:
                 batch = scope.get(_BODY)
                 more = len(batch.requests) - 1 if isinstance(batch, GenerateBatch) else 0
                 if self._in_progress + more > self._most_requests:
-                    raise Refused(429, f"a batch of {1 + more} exceeds the limit (--max_requests); retry later")
+                    raise HTTPException(429, f"a batch of {1 + more} exceeds the limit (--max_requests); retry later")
                 self._in_progress += more
                 counted += more
             await self._app(scope, _replay(body, receive), respond)
@@ -121,21 +114,21 @@ class Gate:
         limit = self._body_bytes
         declared = Headers(scope=scope).get("content-length", "0")
         if not declared.isdigit() or len(declared) > 18 or int(declared) > limit:
-            raise Refused(413, f"the body is larger than {limit} bytes (--max_body_bytes)")
+            raise HTTPException(413, f"the body is larger than {limit} bytes (--max_body_bytes)")
         body, more = bytearray(), True
         try:
             async with asyncio.timeout(self._body_seconds):
                 while more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise Refused(400, "the client has disconnected")
+                        raise HTTPException(400, "the client has disconnected")
                     body += message.get("body", b"")
                     more = message.get("more_body", False)
                     if len(body) > limit:
-                        raise Refused(413, f"the body is larger than {limit} bytes (--max_body_bytes)")
+                        raise HTTPException(413, f"the body is larger than {limit} bytes (--max_body_bytes)")
         except TimeoutError:
             reason = f"the body was not complete within {self._body_seconds:g} s (--body_timeout)"
-            raise Refused(408, reason) from None
+            raise HTTPException(408, reason) from None
         return bytes(body)
 
     def _checked(self, scope: Scope, body: bytes) -> bytes:
@@ -147,7 +140,7 @@ class Gate:
             if path in SCHEMAS:
                 scope[_BODY] = parse(body, SCHEMAS[path], self._content())
         except InvalidBody as error:
-            raise Refused(INVALID, str(error)) from None
+            raise HTTPException(INVALID, str(error)) from None
         return b""  # no other route reads a body
 
 

@@ -8,12 +8,11 @@ If neither that token nor any other appears within --health_timeout, the engine 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from swift_megatron_grpo.generation.server.completions import Completer
-
+Complete = Callable[[dict[str, Any], dict[str, Any]], Coroutine[Any, Any, object]]  # from request and sampling
 _CHECKS = 8  # in one timeout
 _LONGEST_PAUSE = 30.0  # seconds between two checks
 _PROBE = {"messages": [{"role": "user", "content": "?"}]}
@@ -80,8 +79,8 @@ class EngineHealth:
 class Prober:
     """Probes the engine, in its process: generates one token, unless others are generated anyway."""
 
-    def __init__(self, completer: Completer, engine: Any) -> None:
-        self._completer = completer
+    def __init__(self, complete: Complete, engine: Any) -> None:
+        self._complete = complete
         self._token = asyncio.Event()
         loop = asyncio.get_running_loop()
         processor = engine.output_processor
@@ -98,7 +97,7 @@ class Prober:
     async def wait_for_token(self) -> None:
         """Return once the engine has generated a token for a probe, which may queue for minutes, or another request."""
         self._token.clear()
-        generating = asyncio.ensure_future(self._completer.complete(_PROBE, _SAMPLING))
+        generating = asyncio.ensure_future(self._complete(_PROBE, _SAMPLING))
         waiting = asyncio.ensure_future(self._token.wait())
         try:
             await asyncio.wait([generating, waiting], return_when=asyncio.FIRST_COMPLETED)

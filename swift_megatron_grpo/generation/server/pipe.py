@@ -15,27 +15,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from fastapi import HTTPException
 from swift.utils import get_logger
 
-from swift_megatron_grpo.generation.protocol.messages import CANCELLED, InvalidRequest
+from swift_megatron_grpo.generation.protocol.messages import CANCELLED, ENGINE_GONE, InvalidRequest
 
 logger = get_logger()
 Command = Callable[..., Awaitable[Any]]
 _FAILED = 500
 _LONGEST_MESSAGE = 2**31  # bytes
 _SHOWN = 500  # characters of an error that a client may read
-
-
-class CommandError(RuntimeError):
-    """The command failed in the engine process."""
-
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status  # of the HTTP response
-
-
-class EngineGone(RuntimeError):
-    """The engine process has exited."""
 
 
 class Commands:
@@ -59,22 +48,23 @@ class Commands:
                 if pending is None or pending.done():
                     continue
                 if "error" in response:
-                    pending.set_exception(CommandError(response["status"], response["error"]))
+                    pending.set_exception(HTTPException(response["status"], response["error"]))
                 else:
                     pending.set_result(response["result"])
         finally:
             self._closed = True
             for future in self._pending.values():
                 if not future.done():
-                    future.set_exception(EngineGone(self.reason_of_exit))
+                    future.set_exception(HTTPException(ENGINE_GONE, self.reason_of_exit))
             self._pending.clear()
 
-    async def call(self, command: str, **arguments: Any) -> Any:
-        """Run a command in the engine process and return its result. Cancelling the call cancels the command."""
+    async def call(self, command: str, **arguments: Any) -> dict[str, Any]:
+        """Run a command in the engine process; raise HTTPException if it fails. Cancelling this cancels the command."""
         if self._closed:
-            raise EngineGone(self.reason_of_exit)
+            raise HTTPException(ENGINE_GONE, self.reason_of_exit)
         number = next(self._ids)
-        result = self._pending[number] = asyncio.get_running_loop().create_future()
+        result: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._pending[number] = result
         try:
             self._send({"id": number, "command": command, "arguments": arguments})
             return await result

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import hmac
+import json
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, HTTPException, Request
 from fastapi.responses import StreamingResponse
@@ -43,8 +43,7 @@ from swift_megatron_grpo.generation.protocol.messages import (
 from swift_megatron_grpo.generation.server.arguments import GRPORolloutArguments
 from swift_megatron_grpo.generation.server.gate import checked_body
 from swift_megatron_grpo.generation.server.health import EngineHealth
-from swift_megatron_grpo.generation.server.pipe import CommandError, Commands, EngineGone
-from swift_megatron_grpo.generation.server.responses import answer_lines, while_connected
+from swift_megatron_grpo.generation.server.pipe import Commands
 from swift_megatron_grpo.generation.server.schema import (
     GenerateBatch,
     GenerateRequest,
@@ -54,7 +53,9 @@ from swift_megatron_grpo.generation.server.schema import (
 )
 from swift_megatron_grpo.weights.transport.rendezvous import Hub, Rendezvous, new_secret
 
+T = TypeVar("T")
 logger = get_logger()
+_CLIENT_CLOSED_REQUEST = 499  # the status that web servers log for it; it is never received
 _EVERY_INTERFACE = ("", "0.0.0.0", "::")
 _LONGEST_NAME = 256  # of a run
 
@@ -185,7 +186,7 @@ class RolloutRoutes:
         self._require_weights(run, body.weights_version)  # again: the event loop has served others in between
         included = {"request", "sampling", "tokens_of_all_turns", "image_digests", "experts"}
         arguments = body.model_dump(include=included, exclude_unset=True)
-        completion = await self._call_engine("generate", **arguments)
+        completion = await self._commands.call("generate", **arguments)
         self._health.record_token()
         return {**completion, "weights_version": body.weights_version}
 
@@ -201,19 +202,19 @@ class RolloutRoutes:
             check_sent(content, MAX_PIXELS)
         except ValueError as error:
             raise HTTPException(INVALID, f"the body {error}") from None
-        return await self._call_engine("put_image", digest=digest, image=base64.b64encode(content).decode("ascii"))
+        return await self._commands.call("put_image", digest=digest, image=base64.b64encode(content).decode("ascii"))
 
     async def score_text(self, client: Request, run: Run) -> dict[str, Any]:
         """Return the log-probs of every token but the first, from each replica of the model."""
         body: ScoreRequest = checked_body(client.scope)
         self._require_weights(run, body.weights_version)
-        return await self._call_engine("score_text", tokens=body.tokens, image=body.image)
+        return await self._commands.call("score_text", tokens=body.tokens, image=body.image)
 
     async def held_weights(self, run: Run) -> dict[str, Any]:
         """Return what each worker has of the weights that it received last."""
         if run is not None:  # a client without a run may read them
             self._require_lease(run)
-        return await self._call_engine("held_weights")
+        return await self._commands.call("held_weights")
 
     async def leave(self, run: Run) -> dict[str, Any]:
         """Release the lease, so that the next run need not wait for it to expire."""
@@ -266,28 +267,20 @@ class RolloutRoutes:
         if self._joining is None:
             raise HTTPException(CONFLICT, f"no trainer has joined this server; POST {Routes.JOIN} first")
         self.weights_version = NO_WEIGHTS
-        with _engine_errors():
-            try:
-                await self._joining
-                report: dict[str, Any] = await self._without_tokens(
-                    "receive", lora=body.lora, collect_checksums=body.collect_checksums
-                )
-            except CommandError:
-                self._joining = None  # the workers have left the group
-                raise
+        try:
+            await self._joining
+            report = await self._without_tokens("receive", lora=body.lora, collect_checksums=body.collect_checksums)
+        except HTTPException:
+            self._joining = None  # the workers have left the group
+            raise
         if self._lease.is_held_by(run):
             self.weights_version = body.version
         return report
 
-    async def _without_tokens(self, command: str, **arguments: Any) -> Any:
+    async def _without_tokens(self, command: str, **arguments: Any) -> dict[str, Any]:
         """Run a command during which the engine generates nothing."""
         with self._health.suspended():
             return await self._commands.call(command, **arguments)
-
-    async def _call_engine(self, command: str, **arguments: Any) -> dict[str, Any]:
-        with _engine_errors():
-            result: dict[str, Any] = await self._commands.call(command, **arguments)
-            return result
 
 
 def refuse_if_failed(health: EngineHealth) -> None:
@@ -296,16 +289,61 @@ def refuse_if_failed(health: EngineHealth) -> None:
         raise HTTPException(ENGINE_GONE, health.failure)
 
 
-@contextmanager
-def _engine_errors() -> Iterator[None]:
-    try:
-        yield
-    except CommandError as error:
-        raise HTTPException(error.status, str(error)) from error
-    except EngineGone as error:
-        raise HTTPException(ENGINE_GONE, str(error)) from error
-
-
 def _log_failure(task: asyncio.Task[Any]) -> None:
     if not task.cancelled() and task.exception() is not None:
         logger.error(f"a trainer requested a rendezvous but did not connect: {task.exception()}")
+
+
+# ---- responses that take long: each part is sent as soon as it is known, and a client may leave before
+
+
+async def answer_lines(
+    requests: Sequence[T], complete: Callable[[T], Awaitable[dict[str, Any]]]
+) -> AsyncIterator[bytes]:
+    """Yield lines of JSON in any order, several together if they are known at the same time.
+
+    A line has `place`, the request's place in the batch, and either `completion` or `status` and `detail`, with which
+    the request alone would have been refused. Ending this early cancels the rest.
+    """
+    known: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def respond(place: int, request: T) -> None:
+        try:
+            outcome: dict[str, Any] = {"completion": await complete(request)}
+        except HTTPException as refusal:
+            outcome = {"status": refusal.status_code, "detail": refusal.detail}
+        except Exception:
+            logger.exception("a request of a batch failed")
+            outcome = {"status": 500, "detail": "the server failed; its log has the reason"}
+        known.put_nowait(json.dumps({"place": place} | outcome).encode() + b"\n")
+
+    tasks = [asyncio.create_task(respond(place, request)) for place, request in enumerate(requests)]
+    try:
+        missing = len(tasks)
+        while missing:
+            lines = [await known.get()]
+            while not known.empty():
+                lines.append(known.get_nowait())
+            missing -= len(lines)
+            yield b"".join(lines)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def while_connected(client: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Await the work, and cancel it if the client disconnects. The request body must have been read."""
+
+    async def disconnect() -> None:
+        while (await client.receive())["type"] != "http.disconnect":
+            pass
+
+    working, disconnecting = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
+    try:
+        await asyncio.wait([working, disconnecting], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise HTTPException(_CLIENT_CLOSED_REQUEST, "the client has disconnected")
+        return working.result()
+    finally:
+        working.cancel()
+        disconnecting.cancel()

@@ -111,10 +111,8 @@ class StockSampling(Sampling):
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None  # type: ignore[assignment]
 
 
-class Message(BaseModel):
+class Message(Strict, extra="allow"):
     """One message. Datasets add keys to messages, such as `loss`; they reach the template as they are."""
-
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: Any = None
@@ -239,9 +237,7 @@ class ReceiveRequest(Strict):
 # ---- ms-swift's own routes, for ms-swift's own trainers
 
 
-class StockInfer(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)  # ms-swift's client sends more keys
-
+class StockInfer(Strict, extra="ignore"):  # ms-swift's client sends more keys
     infer_requests: Annotated[list[StockPrompt], Field(min_length=1, max_length=65536)]
     request_config: StockSampling | None = None
     use_tqdm: bool | None = None
@@ -253,17 +249,13 @@ class StockCommunicator(Strict):
     world_size: Annotated[int, Field(ge=1, le=65536)]
 
 
-class StockTensor(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
-
+class StockTensor(Strict, extra="allow"):
     name: Name
     dtype: Annotated[str, Field(pattern=r"^(torch\.)?(bfloat16|u?int(8|16|32|64)|bool|float(8_\w{1,16}|16|32|64))$")]
     shape: Annotated[list[Int32], Field(max_length=16)]
 
 
-class StockTensors(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
-
+class StockTensors(Strict, extra="allow"):
     metadatas: list[StockTensor] = []
     lora_tensors_metadata: list[StockTensor] = []
 

@@ -54,25 +54,22 @@ class WeightReceiver(WeightSyncWorkerExtension):
 
     def grpo_receive(self, lora: bool, collect_checksums: bool) -> dict[str, Any]:
         """Receive and load all weights of the model, or with `lora` an adapter on the loaded checkpoint."""
-        try:
-            return self._grpo_receive(lora, collect_checksums)
-        except BaseException:
-            self.grpo_leave()  # so that the trainer's send fails as well
-            raise
-
-    def _grpo_receive(self, lora: bool, collect_checksums: bool) -> dict[str, Any]:
         assert self.grpo_channel is not None, "no trainer has joined this server"
         began = time.monotonic()
         stream = _WeightStream(self.grpo_channel)
-        if lora:
-            tensors = dict(stream)
-            assert stream.adapter is not None, "the trainer sent an adapter without its configuration"
-            load_adapter(self, stream.adapter, tensors)
-        else:
-            runner = self.model_runner
-            patch_vllm_moe_model_weight_loader(runner.model)
-            finish = partial(finish_vllm_weight_reload, runner.model, runner.model_config, self.device, strict=True)
-            self._grpo_loaded_weights().load(stream, finish, collect_checksums)
+        try:
+            if lora:
+                tensors = dict(stream)
+                assert stream.adapter is not None, "the trainer sent an adapter without its configuration"
+                load_adapter(self, stream.adapter, tensors)
+            else:
+                runner = self.model_runner
+                patch_vllm_moe_model_weight_loader(runner.model)
+                finish = partial(finish_vllm_weight_reload, runner.model, runner.model_config, self.device, strict=True)
+                self._grpo_loaded_weights().load(stream, finish, collect_checksums)
+        except BaseException:
+            self.grpo_leave()  # so that the trainer's send fails as well
+            raise
         return {"tensors": stream.tensors, "bytes": stream.bytes, "seconds": time.monotonic() - began}
 
     def grpo_held_weights(self) -> dict[str, Any]:

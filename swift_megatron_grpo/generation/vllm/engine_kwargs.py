@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -80,39 +80,35 @@ _LOAD_FORMATS = ("auto", "safetensors", "hf", "pt", "npcache", "dummy", "runai_s
 
 def check_engine_kwargs(settings: Mapping[str, Any], adapter_only: bool, refused: Mapping[str, str] = REFUSED) -> None:
     """Raise ValueError for settings that are refused or unknown. `adapter_only`: the run sends only its adapter."""
-    problems = [f"{name}: {problem}" for name in settings if (problem := _problem(name, refused)) is not None]
+    problems = [f"--{FLAG}: {problem}" for problem in _problems(settings, adapter_only, refused)]
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def _problems(settings: Mapping[str, Any], adapter_only: bool, refused: Mapping[str, str]) -> Iterator[str]:
+    known = settings_of_vllm()
+    for name in settings:
+        families = [family for family in refused if name == family or (family[-1] == "_" and name.startswith(family))]
+        if families:
+            why = refused[families[0]]
+            yield f"{name}: {why}" if why.startswith("use --") else f"{name}: {why}; leave it out"
+        elif known and name not in known:
+            close = difflib.get_close_matches(name, sorted(known - refused.keys()), n=3)
+            nearest = f"; did you mean {' or '.join(close)}?" if close else ""
+            yield f"{name}: vLLM has no such setting{nearest}; leave it out"
     if not isinstance(settings.get(EXPERTS, False), bool):
-        problems.append(f"{EXPERTS} must be true or false, got {settings[EXPERTS]!r}")
+        yield f"{EXPERTS} must be true or false, got {settings[EXPERTS]!r}"
     load_format = settings.get("load_format", "auto")
     if load_format not in _LOAD_FORMATS:
-        problems.append(
-            f"load_format {load_format!r} does not load the weights of --model as they are; use one of "
-            f"{', '.join(_LOAD_FORMATS)}"
-        )
+        formats = ", ".join(_LOAD_FORMATS)
+        yield f"load_format {load_format!r} does not load the weights of --model as they are; use one of {formats}"
     if load_format == "dummy" and adapter_only:
-        problems.append(
+        yield (
             "load_format 'dummy' starts with random weights, and with --vllm_enable_lora true only the adapter is "
             "sent; leave it out, or use --vllm_enable_lora false"
         )
     if settings.get("max_logprobs", 1) == 0:
-        problems.append(
-            "max_logprobs 0 refuses the log-probs of sampled tokens, which this trainer reads; leave it out"
-        )
-    if problems:
-        raise ValueError("\n".join(f"--{FLAG}: {problem}" for problem in problems))
-
-
-def _problem(name: str, refused: Mapping[str, str]) -> str | None:
-    families = [family for family in refused if name == family or (family[-1] == "_" and name.startswith(family))]
-    if families:
-        why = refused[families[0]]
-        return why if why.startswith("use --") else f"{why}; leave it out"
-    known = settings_of_vllm()
-    if name in known or not known:
-        return None
-    close = difflib.get_close_matches(name, sorted(known - refused.keys()), n=3)
-    nearest = f"; did you mean {' or '.join(close)}?" if close else ""
-    return f"vLLM has no such setting{nearest}; leave it out"
+        yield "max_logprobs 0 refuses the log-probs of sampled tokens, which this trainer reads; leave it out"
 
 
 @cache

@@ -21,7 +21,7 @@ from swift_megatron_grpo.generation.vllm.known_scheduler import KnownScheduler
 
 @dataclass(slots=True)
 class RunningRequest:
-    """What this file and fast_outputs.py know of a request that runs; vLLM never replaces its lists meanwhile."""
+    """A request of vLLM's scheduler, and its lists, which vLLM never replaces while the request runs."""
 
     request: Any
     tokens: list[int]  # prompt and output

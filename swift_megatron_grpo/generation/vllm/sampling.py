@@ -20,7 +20,13 @@ from swift_megatron_grpo.types import ScoredText
 
 def sampling_params(engine: GRPOVllmEngine, inputs: dict[str, Any], request: RequestConfig) -> SamplingParams:
     """Return the parameters of one request for a completion; ValueError if its encoded prompt leaves no room."""
-    room = _room(engine, inputs)
+    prompt = engine._get_num_tokens(inputs)
+    room: int = engine.max_model_len - prompt + engine.max_tokens_offset  # ms-swift logs each one that is limited
+    if room < 1:
+        raise ValueError(
+            f"a prompt of {prompt} tokens leaves no room for a completion within --vllm_max_model_len "
+            f"{engine.max_model_len}; use a larger --vllm_max_model_len, or a smaller --max_length, which cuts prompts"
+        )
     request.max_tokens = min(request.max_tokens or room, room)
     params = engine._prepare_generation_config(request)
     engine._add_stop_words(params, request)
@@ -30,18 +36,6 @@ def sampling_params(engine: GRPOVllmEngine, inputs: dict[str, Any], request: Req
     params.stop = [word for word in params.stop if not engine._get_stop_token_ids([word])]
     params.detokenize = bool(params.stop)
     return params
-
-
-def _room(engine: GRPOVllmEngine, inputs: dict[str, Any]) -> int:
-    """Return the number of tokens that a completion may have, at least 1. ms-swift logs each one that is limited."""
-    prompt = engine._get_num_tokens(inputs)
-    room: int = engine.max_model_len - prompt + engine.max_tokens_offset
-    if room < 1:
-        raise ValueError(
-            f"a prompt of {prompt} tokens leaves no room for a completion within --vllm_max_model_len "
-            f"{engine.max_model_len}; use a larger --vllm_max_model_len, or a smaller --max_length, which cuts prompts"
-        )
-    return room
 
 
 def to_completion(engine: GRPOVllmEngine, inputs: dict[str, Any], result: Any) -> Completion:
@@ -76,6 +70,6 @@ def scoring_input(text: ScoredText) -> dict[str, Any]:
 
 
 def text_logprobs(output: Any) -> list[float]:
-    """Return the log-probs of all tokens but the first, those of an image included, of a request with scoring_params."""
+    """Return the log-probs of all tokens but the first, those of an image included, after a request for scoring."""
     tokens = output.prompt_token_ids
     return [at[token].logprob for at, token in zip(output.prompt_logprobs[1:], tokens[1:], strict=True)]

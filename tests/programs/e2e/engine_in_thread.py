@@ -16,8 +16,7 @@ async def observe(model: str) -> dict[str, Any]:
     from swift.infer_engine import RequestConfig
     from swift.infer_engine.protocol import RolloutInferRequest
 
-    from swift_megatron_grpo.generation.server.completions import Completer
-    from swift_megatron_grpo.generation.server.engine_process import ServedEngine
+    from swift_megatron_grpo.generation.server.engine_process import Completer, ServedEngine
     from swift_megatron_grpo.generation.server.engine_thread import EngineFailed, EngineThread
 
     engine = ServedEngine(

@@ -12,7 +12,7 @@ import torch
 from swift.infer_engine import GRPOVllmEngine
 
 from swift_megatron_grpo.generation.interface import Request, requests_for
-from swift_megatron_grpo.generation.local.sampling import GiveUp, sample
+from swift_megatron_grpo.generation.local.engine import GiveUp, sample
 from swift_megatron_grpo.generation.requests import infer_request, request_config
 from swift_megatron_grpo.generation.vllm.fast_outputs import speed_up_decoding
 from swift_megatron_grpo.runtime.parallel import Coordinator

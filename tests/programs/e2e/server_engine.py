@@ -1,4 +1,4 @@
-"""Send the same requests to a server's engine by generation/server/completions.py and by ms-swift's `infer_async`."""
+"""Send the same requests to a server's engine by server/engine_process.py and by ms-swift's `infer_async`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ async def compare(model: str) -> dict[str, Any]:
     from swift.infer_engine import GRPOVllmEngine, RequestConfig
     from swift.infer_engine.protocol import RolloutInferRequest
 
-    from swift_megatron_grpo.generation.server.completions import Completer
-    from swift_megatron_grpo.generation.server.engine_process import WORKER_EXTENSION
+    from swift_megatron_grpo.generation.server.engine_process import WORKER_EXTENSION, Completer
 
     engine = GRPOVllmEngine(
         model, model_type="qwen3", template_type="qwen3", torch_dtype=torch.float32, use_async_engine=True,

@@ -19,7 +19,7 @@ import torch
 from swift.rewards import ORM, orms
 
 from swift_megatron_grpo.generation.local import engine
-from swift_megatron_grpo.generation.local.sampling import GiveUp
+from swift_megatron_grpo.generation.local.engine import GiveUp
 from swift_megatron_grpo.output.recording.dump import RolloutDump
 from swift_megatron_grpo.training.engine import MegatronEngine
 

@@ -14,8 +14,15 @@ from swift.rollout.gym_env import Env, envs
 from swift.rollout.multi_turn import GYMScheduler, MultiTurnScheduler
 from swift.template import MaxLengthError
 
-from swift_megatron_grpo.generation.conversations.running import Conversations, NoRoom, TurnRecorder
-from swift_megatron_grpo.generation.conversations.scheduling import empty_response, end_without_room, finish, has_room
+from swift_megatron_grpo.generation.conversations.running import (
+    Conversations,
+    NoRoom,
+    TurnRecorder,
+    empty_response,
+    end_without_room,
+    finish,
+    has_room,
+)
 from swift_megatron_grpo.generation.conversations.turns import Turn
 from swift_megatron_grpo.generation.interface import Request
 from swift_megatron_grpo.generation.protocol.messages import InvalidRequest

@@ -12,8 +12,8 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 
-from swift_megatron_grpo.generation.server.pipe import CommandError, Commands, serve
-from swift_megatron_grpo.generation.server.responses import answer_lines, while_connected
+from swift_megatron_grpo.generation.server.pipe import Commands, serve
+from swift_megatron_grpo.generation.server.routes import answer_lines, while_connected
 
 
 class Engine:
@@ -111,13 +111,17 @@ def test_a_request_is_cancelled_when_its_client_disconnects() -> None:
     asyncio.run(scenario())
 
 
+async def echo(text: str) -> dict[str, Any]:
+    return {"text": text}
+
+
 def test_cancelling_a_call_cancels_the_command_at_the_pipes_other_end() -> None:
     async def scenario() -> None:
         web_server, engine = socket.socketpair()
         work = Work()
         commands = Commands(web_server)
         await commands.open()
-        serving = asyncio.create_task(serve(engine, {"work": work}))
+        serving = asyncio.create_task(serve(engine, {"work": work, "echo": echo}))
         reading = asyncio.create_task(commands.read_results())
         waiting = asyncio.create_task(commands.call("work"))
         await work.began.wait()
@@ -126,10 +130,11 @@ def test_cancelling_a_call_cancels_the_command_at_the_pipes_other_end() -> None:
         with pytest.raises(asyncio.CancelledError):
             await waiting
         assert await commands.call("work", finishes=True) == {"done": True}  # later commands still run
-        with pytest.raises(CommandError):
+        with pytest.raises(HTTPException):
             await commands.call("work", finishes="yes", other=1)
+        long = "ä\n" * 2**21  # more than fits into the buffer of a socket
+        assert await asyncio.gather(*(commands.call("echo", text=long) for _ in range(2))) == [{"text": long}] * 2
         for task in (serving, reading):
             task.cancel()
-        engine.close()
 
     asyncio.run(scenario())
