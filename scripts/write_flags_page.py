@@ -2,8 +2,8 @@
 
     python scripts/write_flags_page.py
 
-It parses settings/, generation/server/arguments.py and types.py in swift_megatron_grpo, and
-imports none of them, so it needs no installed package. tests/unit/docs/test_generated_pages.py compares page and code.
+It parses settings/, generation/server/arguments.py and types.py in swift_megatron_grpo, and imports only the
+description of ranges. tests/unit/docs/test_generated_pages.py compares page and code.
 """
 
 from __future__ import annotations
@@ -14,27 +14,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from swift_megatron_grpo.settings.flag import Above, AtLeast, Range
+
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "swift_megatron_grpo"
 PAGE = REPOSITORY / "docs" / "flags.md"
 
-# The area of a flag: the first whose entry is the flag's name, or the beginning of it. What is in none is under OTHER.
+# The classes of settings/ whose flags a section has.
 AREAS = {
-    "Start, stop and time limits": ("check", "stop_grace", "phase_timeout", "reward_timeout", "trace_"),
-    "Rewards and evaluation": ("bad_reward", "eval_", "report"),
-    "Algorithm": ("advantage_estimator", "kl_", "dual_clip", "entropy_coef", "router_", "lora_dropout"),
-    "Data": ("truncation_strategy",),
-    "Batches and speed": (
-        "max_tokens_per_micro_batch", "infer_", "share_prompts", "fast_kernels", "recompute_elementwise", "offload_",
-    ),
-    "Reference model": ("ref_",),
-    "vLLM, servers and weights": (
-        "vllm_", "sync_check", "seed_completions", "max_staleness", "rollout_logprobs_interval", "rollout_quantization",
-    ),
-    "Rollouts on disk": ("rollout_",),
-    "Checkpoints": ("unread_tensors", "save_", "verify_checkpoint", "resume", "keep_"),
-}  # fmt: skip
-OTHER = "Other"
+    "Start, stop and time limits": ("Check", "TimeLimits", "Trace"),
+    "Rewards and evaluation": ("Rewards", "Evaluation"),
+    "Algorithm": ("Algorithm", "Kl", "Routing"),
+    "Data": ("Data",),
+    "Batches and speed": ("MicroBatches", "Kernels", "Offloading"),
+    "Reference model": ("Reference",),
+    "vLLM and servers": ("Sampling", "Servers", "ApiKey", "Asynchronous"),
+    "LoRA, quantization and weight sync": ("Adapter",),
+    "Rollouts on disk": ("Recording",),
+    "Checkpoints": ("Checkpoints",),
+}
 # A value that is neither the default nor one of the choices; other flags get one of their type.
 EXAMPLES = {
     "host": "10.0.0.5", "port": "8001", "api_key": "KEY", "health_timeout": "600", "max_prompt_characters": "4194304",
@@ -63,11 +61,13 @@ This page is written by `python scripts/write_flags_page.py` from the code.
 @dataclass(frozen=True)
 class Flag:
     name: str
+    group: str  # the class that describes it
     type: str
     choices: tuple[str, ...]
     default: Any
     help: str
     typed: str = ""  # an example
+    range: Range | None = None
 
     @property
     def example(self) -> str:
@@ -92,27 +92,27 @@ def flags(path: Path) -> list[Flag]:
     """Return the flags that the dataclasses of a file add, in the order of the code."""
     named = [*(PACKAGE / "settings").glob("*.py"), PACKAGE / "types.py"]
     aliases = dict(alias for file in named for alias in _aliases(file))
-    classes = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef))
-    fields = (field for node in classes for field in node.body if isinstance(field, ast.AnnAssign) and field.value)
-    in_settings = path.parent.name == "settings"
-    if in_settings:
-        return [_described(field, aliases) for field in fields if _is_described(field)]
-    return [_flag(field, aliases) for field in fields]
+    module = ast.parse(path.read_text())
+    fields = [
+        (node.name, field)
+        for node in module.body
+        if isinstance(node, ast.ClassDef)
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and field.value
+    ]
+    if path.parent.name == "settings":
+        return [_described(group, field, aliases, module) for group, field in fields if _is_described(field)]
+    return [_flag(group, field, aliases) for group, field in fields]
 
 
 def page() -> str:
-    by_area: dict[str, list[Flag]] = {area: [] for area in (*AREAS, OTHER)}
-    for flag in all_flags():
-        by_area[area_of(flag.name)].append(flag)
-    sections = [f"## {area}\n\n{_table(members)}" for area, members in by_area.items() if members]
+    sections = []
+    for area, groups in AREAS.items():
+        members = [flag for group in groups for flag in all_flags() if flag.group == group]
+        sections.append(f"## {area}\n\n{_table(members)}")
     server = _table(flags(PACKAGE / "generation" / "server" / "arguments.py"))
     intro = "Beyond ms-swift's, or with another default. [security.md](security.md) says what the limits are for."
     return "\n".join([HEAD, *sections, f"## Of `swift rollout`\n\n{intro}\n\n{server}"])
-
-
-def area_of(name: str) -> str:
-    areas = (area for area, starts in AREAS.items() if any(name == start or name.startswith(start) for start in starts))
-    return next(areas, OTHER)
 
 
 def as_typed(value: Any) -> str:
@@ -133,7 +133,7 @@ def _table(members: list[Flag]) -> str:
 
 def _values(flag: Flag) -> str:
     accepted = [choice for choice in flag.choices if choice not in REFUSED.get(flag.name, ())]
-    return ", ".join(accepted) or flag.type
+    return ", ".join(accepted) or (f"{flag.type}, {flag.range}" if flag.range else flag.type)
 
 
 def _default(flag: Flag) -> str:
@@ -145,32 +145,43 @@ def _as_markdown(text: str) -> str:
     return "".join("\\" + letter if letter in "<*`" else letter for letter in text)
 
 
-def _flag(field: ast.AnnAssign, aliases: dict[str, tuple[str, ...]]) -> Flag:
+def _flag(group: str, field: ast.AnnAssign, aliases: dict[str, tuple[str, ...]]) -> Flag:
     assert isinstance(field.target, ast.Name) and field.value is not None
     name, described, choices = field.target.id, _type(field.annotation), _choices(field.annotation, aliases)
     if isinstance(field.value, ast.Call):
         given = {keyword.arg: keyword.value for keyword in field.value.keywords}
         default = _value(given["default"]) if "default" in given else None
         metadata = ast.literal_eval(given["metadata"]) if "metadata" in given else {}
-        return Flag(name, described, choices, default, metadata["help"].replace("%%", "%"))
-    return Flag(name, described, choices, _value(field.value), WITHOUT_HELP[name])
+        return Flag(name, group, described, choices, default, metadata["help"].replace("%%", "%"))
+    return Flag(name, group, described, choices, _value(field.value), WITHOUT_HELP[name])
 
 
 def _is_described(field: ast.AnnAssign) -> bool:
     return isinstance(field.value, ast.Call) and ast.unparse(field.value.func) == "flag"
 
 
-def _described(field: ast.AnnAssign, aliases: dict[str, tuple[str, ...]]) -> Flag:
+def _described(group: str, field: ast.AnnAssign, aliases: dict[str, tuple[str, ...]], module: ast.Module) -> Flag:
     """Read `name: Annotated[type, Range] = flag(default, help, ...)`."""
     assert isinstance(field.target, ast.Name) and isinstance(field.value, ast.Call)
-    annotation = field.annotation
+    annotation, range_ = field.annotation, None
     if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Annotated":
         assert isinstance(annotation.slice, ast.Tuple)
-        annotation = annotation.slice.elts[0]
+        annotation, *described = annotation.slice.elts
+        range_ = _range(described[0], module)
     default, text = map(ast.literal_eval, field.value.args)
     example = next((ast.literal_eval(word.value) for word in field.value.keywords if word.arg == "example"), "")
     choices = _choices(annotation, aliases)
-    return Flag(field.target.id, _type(annotation), choices, default, text.replace("%%", "%"), example)
+    name = field.target.id
+    return Flag(name, group, _type(annotation), choices, default, text.replace("%%", "%"), example, range_)
+
+
+def _range(node: ast.expr, module: ast.Module) -> Range:
+    """Return the range in an annotation, which may be a name that the module gives to one."""
+    if isinstance(node, ast.Name):
+        assigned = (one for one in module.body if isinstance(one, ast.Assign))
+        node = next(one.value for one in assigned if ast.unparse(one.targets[0]) == ast.unparse(node))
+    found: Range = eval(ast.unparse(node), {"Range": Range, "AtLeast": AtLeast, "Above": Above})
+    return found
 
 
 def _value(node: ast.expr) -> Any:
