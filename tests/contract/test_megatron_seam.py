@@ -136,7 +136,7 @@ def test_losses_of_moe_layers_are_reported_with_these_settings() -> None:
 
 
 def test_the_gradient_norm_counts_a_parameter_on_all_ranks_if_it_is_marked(core: Version) -> None:
-    """training/upstream_fixes/marks.py, and expert_marks.py: `allreduce`."""
+    """training/upstream_fixes/marks.py sets this mark, and `allreduce`."""
     assert "tensor_model_parallel" in upstream()["duplicate"]
     sets_marks = "_set_expert_parameter_attributes" in upstream()["grouped"]
     assert sets_marks is (core >= Version("0.19"))

@@ -64,7 +64,7 @@ def differing(one: Step, other: Step) -> list[str]:
 
 
 def _frozen_models(trainer: Any) -> list[Any]:
-    return [] if trainer.frozen_reference is None else trainer.frozen_reference.models
+    return [] if trainer.frozen_reference is None else trainer.frozen_reference.passes.models
 
 
 class Run:
