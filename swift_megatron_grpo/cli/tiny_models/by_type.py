@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto import modeling_auto as auto
 
 from swift_megatron_grpo.cli.tiny_models.composites import (
@@ -23,11 +23,8 @@ TYPES = (*TEXT_CONFIGS, *KINDS)  # of transformers
 
 def model_type_of(architecture: str) -> str | None:
     """Return the model_type of a class of transformers such as Qwen3ForCausalLM; None if it is unknown."""
-    for mapping in (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES):
-        for model_type, name in mapping.items():
-            if name == architecture:
-                return str(model_type)
-    return None
+    names = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return next((str(model_type) for model_type, name in names.items() if name == architecture), None)
 
 
 def save_tiny_model(folder: Path, model_type: str, seed: int = 0) -> Path:
@@ -44,13 +41,12 @@ def save_tiny_model(folder: Path, model_type: str, seed: int = 0) -> Path:
 
 def save_large_config(folder: Path, model_type: str, architecture: str) -> Path:
     """Write only the config.json and the tokenizer of a large model, for checks that load no weights."""
-    tokenizer = tokenizer_for_images(model_type) if model_type in KINDS else make_tokenizer()
-    tokenizer.save_pretrained(folder)
-    config: PretrainedConfig
     if model_type in KINDS:
+        tokenizer = tokenizer_for_images(model_type)
         config = make_config(tokenizer, Shape(model_type, LARGE, interval=4))
     else:
-        config = AutoConfig.for_model(model_type, **TEXT_CONFIGS[model_type](LARGE))
+        tokenizer, config = make_tokenizer(), AutoConfig.for_model(model_type, **TEXT_CONFIGS[model_type](LARGE))
+    tokenizer.save_pretrained(folder)
     values = config.to_dict() | {"architectures": [architecture], "dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(values))
     return folder

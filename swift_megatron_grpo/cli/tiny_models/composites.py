@@ -159,7 +159,6 @@ def delta_net_config(shape: Shape) -> dict[str, Any]:
             "linear_attention" if (layer + 1) % shape.interval else "full_attention"
             for layer in range(shape.sizes.layers)
         ],
-        "linear_conv_kernel_dim": 4,
         "linear_key_head_dim": shape.sizes.head_dim,
         "linear_value_head_dim": shape.sizes.head_dim,
         "linear_num_key_heads": shape.sizes.kv_heads,
@@ -195,18 +194,17 @@ def vision_config(shape: Shape) -> dict[str, Any]:
             "intermediate_size": 64,
             "attention_bias": True,
             "image_size": [TILE, TILE],
-            "patch_size": [14, 14],
         }
-    common = {"depth": 2, "num_heads": 2, "in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    common = {"depth": 2, "num_heads": 2}
     if shape.kind == "qwen2_vl":
-        return {**common, "embed_dim": 32, "hidden_size": shape.sizes.hidden, "mlp_ratio": 2, "patch_size": 14}
+        return {**common, "embed_dim": 32, "hidden_size": shape.sizes.hidden, "mlp_ratio": 2}
     common |= {"hidden_size": 32, "intermediate_size": 64, "out_hidden_size": shape.sizes.hidden}
     if shape.kind == "qwen2_5_vl":
-        return {**common, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}
+        return {**common, "window_size": 56, "fullatt_block_indexes": [1]}
     if shape.kind in GLM:
-        return {**common, "patch_size": 14, "image_size": 8 * 14}
+        return {**common, "image_size": 8 * 14}
     deepstack = [0, 1] if shape.kind.startswith("qwen3_vl") else []
-    return {**common, "patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": deepstack}
+    return {**common, "num_position_embeddings": 64, "deepstack_visual_indexes": deepstack}
 
 
 def make_config(tokenizer: PreTrainedTokenizerFast, shape: Shape) -> Any:
@@ -272,11 +270,8 @@ def add_prediction_layer(folder: Path, layers: int, hidden: int) -> None:
 def write_processor(folder: Path, kind: str) -> None:
     """Write the files of the image and video processors, for images of up to 128 x 128 pixels, or of four tiles."""
     processor, images, videos = PROCESSORS[kind]
-    common: dict[str, Any] = {
-        "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3,
-        "processor_class": f"{processor}Processor",
-    }
+    common: dict[str, Any] = {"processor_class": f"{processor}Processor"}
+    common |= {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
     of_images: dict[str, Any] = {"image_processor_type": f"{images}ImageProcessor"}
     files: dict[str, dict[str, Any]] = {}
     if kind == "internvl":
