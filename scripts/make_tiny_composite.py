@@ -12,8 +12,7 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from swift_megatron_grpo.cli.tiny_models.composites import KINDS, WITHOUT_HEAD_DIM, Shape, save_composite
-from swift_megatron_grpo.cli.tiny_models.text import Sizes
+from swift_megatron_grpo.cli.tiny_models import KINDS, WITHOUT_HEAD_DIM, Shape, Sizes, save_composite
 
 
 def main() -> None:

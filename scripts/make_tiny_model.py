@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from swift_megatron_grpo.cli.tiny_models.text import TEXT_CONFIGS, Sizes, make_tokenizer
+from swift_megatron_grpo.cli.tiny_models import TEXT_CONFIGS, Sizes, make_tokenizer
 
 TYPES = {"dense": "qwen3", "moe": "qwen3_moe", "deepseek": "deepseek_v3"}
 

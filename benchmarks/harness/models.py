@@ -28,8 +28,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from swift_megatron_grpo.cli.tiny_models.composites import tokenizer_for_images, write_processor
-from swift_megatron_grpo.cli.tiny_models.text import make_tokenizer
+from swift_megatron_grpo.cli.tiny_models import make_tokenizer, tokenizer_for_images, write_processor
 from swift_megatron_grpo.packing.flops import DeltaNets
 
 from .chat import prompt_text

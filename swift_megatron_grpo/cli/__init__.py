@@ -14,7 +14,7 @@
     simulate/        many ranks, servers next to training, the tails of rollouts
 
     estimate/        memory and time of a layout, for check
-    tiny_models/     tiny random models, for check-script and for tests
+    tiny_models.py   tiny random models, for check-script, scripts/make_tiny_*.py and tests
 
 Tests: tests/unit/cli, tests/dist/test_layouts.py, tests/e2e/test_dry_run.py and tests/e2e/test_scripts.py.
 """

@@ -51,7 +51,7 @@ class Rehearsal:
 
 def make_rehearsal(script: str, folder: Path, ranks: int, steps: int, environment: Mapping[str, str]) -> Rehearsal:
     """Read the script and write its stand-ins to the folder. Raises NoStandIn if something has none."""
-    from swift_megatron_grpo.cli.tiny_models.by_type import save_large_config, save_tiny_model
+    from swift_megatron_grpo.cli.tiny_models import save_large_config, save_tiny_model
 
     found = launches(script, environment)
     runs = [(launch, read_flags(launch.arguments)) for launch in found if launch.kind == "rlhf"]

@@ -89,7 +89,7 @@ def architecture_of(flags: Flags) -> Architecture:
     """Find the architecture of --model: from its config.json, or from ms-swift's list of models."""
     from swift.model import MODEL_MAPPING, get_matched_model_meta
 
-    from swift_megatron_grpo.cli.tiny_models.by_type import TYPES, model_type_of
+    from swift_megatron_grpo.cli.tiny_models import TYPES, model_type_of
 
     name = "".join(flags.get("model", [])[:1])
     named_type = "".join(flags.get("model_type", [])[:1]) or None

@@ -10,8 +10,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from swift_megatron_grpo.arguments.models import check_stacked_experts
-from swift_megatron_grpo.cli.tiny_models.composites import Shape, save_composite
-from swift_megatron_grpo.cli.tiny_models.text import TINY
+from swift_megatron_grpo.cli.tiny_models import TINY, Shape, save_composite
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl_moe", "qwen3_5_moe"])

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from swift_megatron_grpo.cli.check.model import read_model
 from swift_megatron_grpo.cli.estimate.parameters import Part
-from swift_megatron_grpo.cli.tiny_models.by_type import save_large_config
+from swift_megatron_grpo.cli.tiny_models import save_large_config
 
 NAMES = {
     "qwen3": "Qwen3ForCausalLM",

@@ -12,8 +12,7 @@ from swift.model import get_processor
 from swift.template import get_template
 
 from swift_megatron_grpo.cli.check_layouts.layouts import template_for_images
-from swift_megatron_grpo.cli.tiny_models.composites import Shape, save_composite
-from swift_megatron_grpo.cli.tiny_models.text import TINY
+from swift_megatron_grpo.cli.tiny_models import TINY, Shape, save_composite
 from swift_megatron_grpo.data.image_reader import ImageReader
 from swift_megatron_grpo.generation.vllm.images import tokens_of_image
 

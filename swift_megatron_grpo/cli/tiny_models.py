@@ -1,13 +1,16 @@
-"""Tiny random models with an image part, or with linear attention, as their released checkpoints are stored.
+"""Tiny random models by the type that transformers gives them, and the config.json of a large one.
 
-The model has the tokenizer of text.py with the tokens of its type for images, and a processor. Weights are in
-bf16 and have the names of a released checkpoint; Qwen3.5 and Qwen3-Next have a multi-token prediction layer.
+All have a byte-level tokenizer. `TEXT_CONFIGS` has one entry for each type of text model. The others are composites:
+with an image part or with linear attention, as their released checkpoints are stored. Their tokenizer has the tokens of
+their type for images, and they have a processor. Weights are in bf16 and have the names of a released checkpoint;
+Qwen3.5 and Qwen3-Next have a multi-token prediction layer.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from zlib import crc32
 
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,17 +26,130 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+from transformers.models.auto import modeling_auto as auto
 
-from swift_megatron_grpo.cli.tiny_models.text import (
-    Sizes,
-    expert_values,
-    make_tokenizer,
-    shared_expert_values,
-    text_values,
+END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+SPECIAL_TOKENS = [END_OF_TEXT, IM_START, IM_END]
+VOCABULARY = 264  # 256 bytes, the special tokens and, as in real models, a few unused rows
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+
+def make_tokenizer(named: Mapping[str, str] | None = None) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token per byte and a ChatML template.
+
+    `named`: special tokens that are attributes of it, by the name of the attribute.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([*SPECIAL_TOKENS, *(named or {}).values()])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=IM_END,
+        pad_token=END_OF_TEXT,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        **({"extra_special_tokens": dict(named)} if named else {}),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of a model. vLLM's attention on a CPU needs heads of at least 32."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    experts: int
+    expert_ffn: int
+    positions: int
+
+
+TINY = Sizes(128, 256, 4, 4, 2, 32, 4, 96, 2048)  # experts are not square: a transposed one must not fit
+# Sizes that the parallel layouts of real scripts divide, where the real model's are not at hand.
+LARGE = Sizes(4096, 12288, 48, 64, 8, 64, 128, 1536, 262144)
+
+Values = dict[str, Any]  # of a config.json
+
+
+def text_values(sizes: Sizes) -> Values:
+    """Return what the configs of all types have."""
+    tokenizer = make_tokenizer()
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.intermediate,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim,
+        "max_position_embeddings": sizes.positions,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def expert_values(sizes: Sizes) -> Values:
+    return {
+        "num_experts": sizes.experts,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": sizes.expert_ffn,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "router_aux_loss_coef": 0.0,
+    }
+
+
+def shared_expert_values(sizes: Sizes, scale: float) -> Values:
+    """Return a dense layer before the mixtures, a shared expert, and sigmoid scores that are scaled."""
+    return {
+        "first_k_dense_replace": 1,
+        "n_routed_experts": sizes.experts,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": sizes.expert_ffn,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": scale,
+    }
+
+
+def _deepseek_v3(sizes: Sizes) -> Values:
+    """Return latent attention, and routing within groups."""
+    half = sizes.head_dim // 2
+    latent = {"q_lora_rank": sizes.hidden // 2, "kv_lora_rank": sizes.hidden // 4}
+    heads = dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), half)
+    groups = {"n_group": 2, "topk_group": 1, "num_nextn_predict_layers": 0}
+    # transformers does not read these two; in released checkpoints they announce the bias of the router
+    bias = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    attention = {"num_key_value_heads": sizes.heads, **latent, **heads}
+    return text_values(sizes) | attention | shared_expert_values(sizes, 2.5) | groups | bias
+
+
+TEXT_CONFIGS: Mapping[str, Callable[[Sizes], Values]] = {
+    "llama": text_values,
+    "qwen2": text_values,
+    "qwen3": text_values,
+    "qwen3_moe": lambda sizes: text_values(sizes) | expert_values(sizes),
+    "deepseek_v3": _deepseek_v3,
+}
+
+
+# ---- composites
+
 PLAIN = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
-VOCABULARY = 280  # 256 bytes, the added tokens and, as in real models, a few unused rows
+VOCABULARY_OF_COMPOSITES = 280  # 256 bytes, the added tokens and, as in real models, a few unused rows
 
 
 def chat_template(before: str, turn: str, image: str, video: str, end: str, answer: str) -> str:
@@ -100,6 +217,7 @@ WITH_DELTA_NETS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 WITH_EXPERTS = ("qwen3_5_moe", "qwen3_next", "qwen3_vl_moe")
 WITHOUT_HEAD_DIM = ("qwen2_vl", "qwen2_5_vl", "glm4v")  # a head has hidden / heads channels
 KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", *WITH_DELTA_NETS, *GLM, "internvl")
+TYPES = (*TEXT_CONFIGS, *KINDS)
 
 FAMILIES = {**dict.fromkeys(KINDS, QWEN), **dict.fromkeys(GLM, GLM_FAMILY), "internvl": INTERNVL}
 # Beginnings of the names of three classes of transformers: the processor, and those of images and of videos in it.
@@ -135,7 +253,7 @@ def tokenizer_for_images(kind: str) -> PreTrainedTokenizerFast:
 
 
 def text_config(tokenizer: PreTrainedTokenizerFast, shape: Shape) -> dict[str, Any]:
-    config = text_values(shape.sizes) | {"vocab_size": VOCABULARY, "tie_word_embeddings": shape.tie}
+    config = text_values(shape.sizes) | {"vocab_size": VOCABULARY_OF_COMPOSITES, "tie_word_embeddings": shape.tie}
     if shape.kind in WITHOUT_HEAD_DIM:
         del config["head_dim"]
     if shape.kind == "internvl":
@@ -296,8 +414,8 @@ def write_processor(folder: Path, kind: str) -> None:
 def save_composite(folder: Path, shape: Shape, seed: int = 0) -> PreTrainedModel:
     """Write a model with random weights, its tokenizer and its processor."""
     tokenizer = tokenizer_for_images(shape.kind)
-    auto = AutoModelForCausalLM if shape.kind == "qwen3_next" else AutoModelForImageTextToText
-    model: PreTrainedModel = auto.from_config(make_config(tokenizer, shape))
+    factory = AutoModelForCausalLM if shape.kind == "qwen3_next" else AutoModelForImageTextToText
+    model: PreTrainedModel = factory.from_config(make_config(tokenizer, shape))
     draw_weights(model, shape, seed)
     tokenizer.save_pretrained(folder)
     model.to(torch.bfloat16).save_pretrained(folder)
@@ -308,3 +426,34 @@ def save_composite(folder: Path, shape: Shape, seed: int = 0) -> PreTrainedModel
     if shape.kind in WITH_DELTA_NETS:
         add_prediction_layer(folder, shape.sizes.layers, shape.sizes.hidden)
     return model
+
+
+def model_type_of(architecture: str) -> str | None:
+    """Return the model_type of a class of transformers such as Qwen3ForCausalLM; None if it is unknown."""
+    names = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return next((str(model_type) for model_type, name in names.items() if name == architecture), None)
+
+
+def save_tiny_model(folder: Path, model_type: str, seed: int = 0) -> Path:
+    """Write a random model of one of TYPES, with its tokenizer."""
+    if model_type in KINDS:
+        save_composite(folder, Shape(model_type, TINY), seed)
+        return folder
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(model_type, **TEXT_CONFIGS[model_type](TINY))
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def save_large_config(folder: Path, model_type: str, architecture: str) -> Path:
+    """Write only the config.json and the tokenizer of a large model, for checks that load no weights."""
+    if model_type in KINDS:
+        tokenizer = tokenizer_for_images(model_type)
+        config = make_config(tokenizer, Shape(model_type, LARGE, interval=4))
+    else:
+        tokenizer, config = make_tokenizer(), AutoConfig.for_model(model_type, **TEXT_CONFIGS[model_type](LARGE))
+    tokenizer.save_pretrained(folder)
+    values = config.to_dict() | {"architectures": [architecture], "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
