@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from swift_megatron_grpo.cli.convert.roll import ROLL
-from swift_megatron_grpo.cli.convert.slime import SLIME
 from swift_megatron_grpo.cli.convert.tables import ByHand, Computed, Needless, Rule, Table
-from swift_megatron_grpo.cli.convert.verl import VERL
+from swift_megatron_grpo.cli.convert.trainers import ROLL, SLIME, VERL
 
 PAGE = Path(__file__).parents[1] / "docs" / "migration.md"
 BEGIN = "<!-- keys, by scripts/write_migration_tables.py -->\n"

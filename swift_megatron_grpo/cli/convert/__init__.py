@@ -6,9 +6,7 @@
     command.py   the command, and the script that it writes
     sources.py   reads a file: key=value words and flags of a shell script, or YAML
     tables.py    what a table of keys is, and how it is applied
-    verl.py      keys of verl and siiRL
-    slime.py     flags of slime
-    roll.py      keys of ROLL
+    trainers.py  the tables of verl, slime and ROLL
 
 Every key ends in one of four places: a flag, a comment that this package needs no such setting, a list of what must be
 decided by hand, or the list of keys that have no counterpart. docs/migration.md has the tables.

@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from swift_megatron_grpo.cli.command_line import FINE, Refused
-from swift_megatron_grpo.cli.convert.roll import ROLL
-from swift_megatron_grpo.cli.convert.slime import SLIME
 from swift_megatron_grpo.cli.convert.sources import read_settings
 from swift_megatron_grpo.cli.convert.tables import Conversion, Table, convert
-from swift_megatron_grpo.cli.convert.verl import VERL
+from swift_megatron_grpo.cli.convert.trainers import ROLL, SLIME, VERL
 
 FIRST = ["rlhf_type", "model", "tuner_type", "dataset", "val_dataset", "reward_funcs"]
 TABLES = {"verl": VERL, "siirl": VERL, "roll": ROLL, "slime": SLIME}

@@ -170,22 +170,6 @@ def when_positive(flag: str) -> Rule:
     return Computed([flag], lambda value: {flag: value} if value > 0 else {})
 
 
-def clip(both: Any = 0.2, low: Any = None, high: Any = None) -> Flags:
-    """Return the bounds of the clip; `both` counts where one is not set. Without its flag the upper is the lower."""
-    low, high = (both if bound is None else bound for bound in (low, high))
-    return {"epsilon": low} | ({} if high == low else {"epsilon_high": high})
-
-
-def batch_sizes(group: int, step: int, rollout: int) -> Flags:
-    """Return the flags of these numbers of completions."""
-    sizes = {"num_generations": group, "global_batch_size": step}
-    return sizes if rollout == step else sizes | {"generation_batch_size": rollout}
-
-
-def micro_batches(dynamic: Any = False, tokens: Any = None, count: Any = None) -> Flags:
-    return {"max_tokens_per_micro_batch": tokens} if dynamic else {"micro_batch_size": count}
-
-
 def whole(value: Any) -> int:
     """Return a whole number; anything else has no counterpart."""
     if not isinstance(value, int) or isinstance(value, bool):
