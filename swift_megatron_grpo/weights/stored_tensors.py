@@ -6,13 +6,11 @@ safetensors itself opens every tensor to return its shape, and returns no size.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     bytes: int
 

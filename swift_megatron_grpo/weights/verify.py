@@ -158,8 +158,8 @@ class Difference:
     @classmethod
     def largest(cls, differences: Iterable[Difference]) -> Difference:
         """Return the largest mean and the largest maximum."""
-        all_of_them = list(differences)
-        return cls(max((d.mean for d in all_of_them), default=0.0), max((d.max for d in all_of_them), default=0.0))
+        pairs = [(0.0, 0.0), *((difference.mean, difference.max) for difference in differences)]
+        return cls(*map(max, zip(*pairs, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,6 @@ It asks for each weight whether a pipeline stage adapts it, and passes the answe
 stages can reduce it. Making and reading that tensor waits until the GPU has finished everything before, some 25 times
 a layer. With one stage there is nothing to reduce, because ranks that hold other experts have the same modules, and the
 tensor can stay on the host.
-
-Tests: tests/dist/test_lora_export.py.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ speculatively would fail. It can copy them from the source checkpoint (--save_mi
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mcore_bridge.config import ModelConfig
 
@@ -52,8 +51,7 @@ def is_unbuilt_vision_tower(name: str, config: ModelConfig) -> bool:
     return bool(config.language_model_only) and name.startswith(vision_tower_prefixes(config))
 
 
-@dataclass(frozen=True, slots=True)
-class KeptTensors:
+class KeptTensors(NamedTuple):
     note: str | None  # for the log; None: there are no untrained tensors
     bytes: int  # that they add to every whole model that is saved
 

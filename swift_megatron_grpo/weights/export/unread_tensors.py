@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +29,6 @@ from swift_megatron_grpo.weights.export.kept_tensors import (
 
 logger = logging.getLogger(__name__)
 _SHOWN = 5  # tensors that an error names
-_FLAG = "--unread_tensors"
 
 # Names of tensors that training leaves out on purpose.
 _HARMLESS = (
@@ -82,9 +81,22 @@ def every_tensor_read(config: ModelConfig, unread: UnreadTensors) -> Iterator[No
             raise ValueError(_missing(loaders[-1], str(error.args[0]))) from error
         raise
     for loader in loaders:
-        names = [name for name in _read_by_none(loader) if not is_harmless(name, config)]
+        was_read = [name in loader.read for name in loader.names]
+        by_any = max_over_ranks(torch.tensor(was_read, dtype=torch.int32, device=torch.cuda.current_device())).tolist()
+        read_by_none = [name for name, seen in zip(loader.names, by_any, strict=True) if not seen]
+        names = [name for name in read_by_none if not is_harmless(name, config)]
         if names:
-            _report(names, loader.hf_model_dir, unread)
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            fault = (
+                f"{len(names)} tensors of {loader.hf_model_dir} are loaded by nothing, so they would be neither "
+                f"trained nor sent to vLLM: {', '.join(names[:_SHOWN])}{more}"
+            )
+            if unread == "stop":
+                raise ValueError(
+                    f"{fault}; correct their names, remove them, or check that mcore-bridge supports the architecture "
+                    "in config.json. --unread_tensors warn trains without them"
+                )
+            logger.warning(f"{fault} (--unread_tensors warn)")
 
 
 def is_harmless(name: str, config: ModelConfig) -> bool:
@@ -95,27 +107,6 @@ def is_harmless(name: str, config: ModelConfig) -> bool:
         or is_unbuilt_vision_tower(name, config)
         or any(re.search(pattern, name) for pattern in _HARMLESS)
     )
-
-
-def _read_by_none(loader: _RecordingLoader) -> list[str]:
-    """Return the tensors that no rank has read; all ranks call it."""
-    was_read = [name in loader.read for name in loader.names]
-    by_any = max_over_ranks(torch.tensor(was_read, dtype=torch.int32, device=torch.cuda.current_device()))
-    return [name for name, seen in zip(loader.names, by_any.tolist(), strict=True) if not seen]
-
-
-def _report(names: Sequence[str], folder: str, unread: UnreadTensors) -> None:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    fault = (
-        f"{len(names)} tensors of {folder} are loaded by nothing, so they would be neither trained nor sent to vLLM: "
-        f"{', '.join(names[:_SHOWN])}{more}"
-    )
-    if unread == "stop":
-        raise ValueError(
-            f"{fault}; correct their names, remove them, or check that mcore-bridge supports the architecture in "
-            f"config.json. {_FLAG} warn trains without them"
-        )
-    logger.warning(f"{fault} ({_FLAG} warn)")
 
 
 def _missing(loader: _RecordingLoader, key: str) -> str:

@@ -65,7 +65,7 @@ class LoadedWeights:
             self._write(weights)
             self._as_written = self._read(self._repacked) if collect_checksums else {}
             finish()
-        self._staging.end()
+        self._staging.open.clear()
         if not collect_checksums and (incomplete := self._staging.incomplete):
             more = f" and {len(incomplete) - _NAMED} more" if len(incomplete) > _NAMED else ""
             raise RuntimeError(f"not all weights of these layers have arrived: {', '.join(incomplete[:_NAMED])}{more}")
@@ -94,12 +94,12 @@ class LoadedWeights:
                     "copied before they are quantized; use --rollout_quantization none for this model"
                 )
             for layer in layers:  # padded: loaders have not written all
-                if self._staging.is_open(layer) and set(trace.unwritten).isdisjoint(layer.parameters):
+                if layer.name in self._staging.open and set(trace.unwritten).isdisjoint(layer.parameters):
                     self._quantize_traced(layer)
         self._staging.learn(trace.copies_to)
 
     def _staging_tensor(self, layer: OnlineLayer, parameter: str) -> torch.Tensor | None:
-        if self._staging.is_quantized(layer):
+        if layer.name in self._staging.quantized:
             return None
         tensors = self._staging.tensors(layer)
         self._trace.adopt(tensors)

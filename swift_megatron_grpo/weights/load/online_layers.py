@@ -118,23 +118,18 @@ class VllmOnlineLayer:
     @torch.no_grad()
     def quantize(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Quantize loaded parameters on a copy of the layer, and copy the results into the layer's own memory."""
-        scratch = self._scratch(tensors)
-        with set_current_vllm_config(self._vllm_config):
-            process_loaded(scratch)
-        for key, value in (scratch._parameters | scratch._buffers).items():
-            self._copy_result(key, value)
-        _copy_derived(scratch.quant_method, self._module.quant_method, {id(scratch)})
-
-    def _scratch(self, tensors: Mapping[str, torch.Tensor]) -> Any:
-        """Return a copy of the layer as it was before it was quantized. It shares whatever is not changed by that."""
         module = self._module
-        scratch: Any = object.__new__(type(module))
+        scratch: Any = object.__new__(type(module))  # shares whatever quantizing does not change
         scratch.__dict__.update(vars(module))
         scratch.__dict__.pop(_PROCESSED, None)
         scratch.__dict__["_buffers"] = dict(module._buffers)
         scratch.__dict__["_parameters"] = self._with({key: tensors[self._full(key)] for key in self._before})
         scratch.quant_method = copy(module.quant_method)  # its kernel and its configuration are replaced
-        return scratch
+        with set_current_vllm_config(self._vllm_config):
+            process_loaded(scratch)
+        for key, value in (scratch._parameters | scratch._buffers).items():
+            self._copy_result(key, value)
+        _copy_derived(scratch.quant_method, module.quant_method, {id(scratch)})
 
     def _copy_result(self, key: str, value: torch.Tensor | None) -> None:
         now = self._now[key] if key in self._now else self._module._buffers.get(key)

@@ -52,44 +52,34 @@ class Staging:
         self._dtype = dtype  # of the run: checksums of wider tensors are taken in it
         self._layer_of = {name: layer for layer in self.layers.values() for name in layer.parameters}
         self.parameters = frozenset(self._layer_of)  # names of those that are quantized
-        self._open: dict[str, dict[str, torch.Tensor]] = {}  # by layer
+        self.open: dict[str, dict[str, torch.Tensor]] = {}  # by layer that still waits for slices
         self._copies: dict[str, list[TracedCopy]] = {}  # by layer, as a load has shown
         self._layers_of: dict[str, set[str]] = {}  # by the name of a sent tensor
         self._missing: dict[str, set[str]] = {}  # sent tensors that a layer waits for, in this load
-        self._quantized: set[str] = set()  # layers, in this load
+        self.quantized: set[str] = set()  # layers, in this load
         self._collects = False
         self._checksums: list[tuple[str, TensorSlice, torch.Tensor]] = []
 
     @property
     def incomplete(self) -> list[str]:
         """Parameters that this load has not quantized, because some of their slices have not arrived."""
-        return [name for name, layer in self._layer_of.items() if layer.name not in self._quantized]
+        return [name for name, layer in self._layer_of.items() if layer.name not in self.quantized]
 
     def begin(self, collect_checksums: bool) -> None:
         """Begin a load."""
-        self._open = {}
-        self._quantized = set()
+        self.open = {}
+        self.quantized = set()
         self._checksums = []
         self._collects = collect_checksums
         self._missing = {name: {copy.sent for copy in copies} for name, copies in self._copies.items()}
 
-    def end(self) -> None:
-        """Free what a load has left behind."""
-        self._open = {}
-
-    def is_open(self, layer: OnlineLayer) -> bool:
-        return layer.name in self._open
-
-    def is_quantized(self, layer: OnlineLayer) -> bool:
-        return layer.name in self._quantized
-
     def tensors(self, layer: OnlineLayer) -> dict[str, torch.Tensor]:
         """Return the staging tensors of a layer, by parameter. They exist from the first slice of the layer on."""
-        if layer.name in self._quantized:
+        if layer.name in self.quantized:
             raise RuntimeError(f"weights of vLLM's layer {layer.name} have arrived after all its weights had")
-        if layer.name not in self._open:
-            self._open[layer.name] = layer.allocate()
-        return self._open[layer.name]
+        if layer.name not in self.open:
+            self.open[layer.name] = layer.allocate()
+        return self.open[layer.name]
 
     def learn(self, copies: Mapping[str, Sequence[TracedCopy]]) -> None:
         """Remember, by parameter, where a load has written to."""
@@ -122,13 +112,13 @@ class Staging:
 
         `copies`: where this load has written to; None: where the traced load had.
         """
-        tensors = self._open.pop(layer.name)
+        tensors = self.open.pop(layer.name)
         if self._collects:
             for copy in self._copies[layer.name] if copies is None else copies:
                 held = copy.place.view(tensors[copy.place.parameter])
                 self._checksums.append((copy.sent, copy.slice, checksum(held, self._dtype, copy.slice)))
         layer.quantize(tensors)
-        self._quantized.add(layer.name)
+        self.quantized.add(layer.name)
 
     def held(self) -> dict[str, list[HeldSlice]]:
         """Return the checksums that this load has collected, by the name of the sent tensor."""

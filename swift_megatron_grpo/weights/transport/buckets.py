@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ import torch
 NamedWeights = Iterable[tuple[str, torch.Tensor]]
 
 _ALIGNMENT = 16  # bytes; suits every dtype of weights
+_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 class Entry(NamedTuple):
@@ -52,7 +52,7 @@ def pack(weights: Sequence[tuple[str, torch.Tensor]], device: torch.device | Non
     entries = []
     end = 0
     for name, tensor in weights:
-        entries.append(Entry(name, _name(tensor.dtype), tuple(tensor.shape), end))
+        entries.append(Entry(name, str(tensor.dtype), tuple(tensor.shape), end))
         end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
     data = torch.empty(end, dtype=torch.uint8, device=device or weights[0][1].device)
     copy_all(_views(entries, data), [tensor for _, tensor in weights])
@@ -78,7 +78,7 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 
 
 def _views(entries: Sequence[Entry], data: torch.Tensor) -> list[torch.Tensor]:
-    of_dtype = {name: data.view(_dtype(name)) for name in {entry.dtype for entry in entries}}
+    of_dtype = {name: data.view(_DTYPES[name]) for name in {entry.dtype for entry in entries}}
     return [
         of_dtype[dtype].as_strided(shape, contiguous_strides(shape), offset // of_dtype[dtype].itemsize)
         for _, dtype, shape, offset in entries
@@ -87,16 +87,3 @@ def _views(entries: Sequence[Entry], data: torch.Tensor) -> list[torch.Tensor]:
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(shape[place + 1 :]) for place in range(len(shape)))
-
-
-@cache
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-@cache
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name!r} is not a dtype of torch")
-    return dtype

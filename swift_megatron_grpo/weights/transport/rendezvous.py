@@ -72,8 +72,9 @@ class Hub:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
         with self._lock:
-            for connection in self._admitted:
-                _shut_down(connection)
+            for connection in self._admitted:  # their pending reads end, in whatever thread
+                with suppress(OSError), socket.socket(fileno=socket.dup(connection.fileno())) as duplicate:
+                    duplicate.shutdown(socket.SHUT_RDWR)
 
     def _accept(self) -> None:
         while True:
@@ -101,7 +102,11 @@ class Hub:
                     while True:
                         self._copy(connection.recv_bytes(_LARGEST_FRAME), connection)
                 finally:
-                    self._dismiss(connection)
+                    with self._lock:
+                        self._admitted.remove(connection)
+                        is_over = self._joined == self._size and not self._admitted
+                    if is_over:
+                        self.close()
 
     def _has_secret(self, connection: Connection) -> bool:
         """Challenge the client, and prove in return that this end has the secret."""
@@ -124,13 +129,6 @@ class Hub:
                 connection.send_bytes(frame)
             self._admitted.append(connection)
         return True
-
-    def _dismiss(self, connection: Connection) -> None:
-        with self._lock:
-            self._admitted.remove(connection)
-            is_over = self._joined == self._size and not self._admitted
-        if is_over:
-            self.close()
 
     def _copy(self, frame: bytes, sender: Connection) -> None:
         with self._lock:
@@ -218,9 +216,3 @@ def _limit_waiting(connection: Connection, seconds: float) -> None:
     with socket.socket(fileno=socket.dup(connection.fileno())) as duplicate:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             duplicate.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), 0))
-
-
-def _shut_down(connection: Connection) -> None:
-    """Make pending reads of the connection end, in whatever thread."""
-    with suppress(OSError), socket.socket(fileno=socket.dup(connection.fileno())) as duplicate:
-        duplicate.shutdown(socket.SHUT_RDWR)
