@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from swift.template import Template
@@ -51,8 +50,7 @@ def _on_all_ranks(work: Callable[[int], T], rows: int) -> list[T]:
 # ---- images
 
 
-@dataclass(frozen=True, slots=True)
-class ImagesOfRow:
+class ImagesOfRow(NamedTuple):
     """Images of a row, their number of tokens, and what is wrong with them."""
 
     images: int

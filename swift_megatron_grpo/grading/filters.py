@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from swift_megatron_grpo.grading.advantages import standard_deviation, valid
 from swift_megatron_grpo.types import Graded
@@ -11,8 +11,7 @@ from swift_megatron_grpo.types import Graded
 Draw = Callable[[int], Sequence[Graded]]  # n -> n groups of further prompts, generated and graded
 
 
-@dataclass(frozen=True, slots=True)
-class Resampled:
+class Resampled(NamedTuple):
     """Result of `resample`."""
 
     graded: list[Graded]  # as many as before

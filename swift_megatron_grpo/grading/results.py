@@ -73,13 +73,10 @@ def _refuse_bad(graded: Sequence[Graded], config: GradingConfig) -> None:
     lines += [f"  {_reason(one.rewards, config)} for {describe(one.rollout)}" for one in bad[:_SHOWN]]
     if len(bad) > _SHOWN:
         lines.append(f"  and {len(bad) - _SHOWN} more")
+    advice = "--bad_reward drop removes such completions, but nothing would be left to train on"
     if config.bad_reward == "stop":
-        lines.append(
-            "use --bad_reward drop to continue without them: they are removed from their groups and not trained"
-        )
-    else:
-        lines.append("--bad_reward drop removes such completions, but nothing would be left to train on")
-    raise BadReward("\n".join(lines))
+        advice = "use --bad_reward drop to continue without them: they are removed from their groups and not trained"
+    raise BadReward("\n".join([*lines, advice]))
 
 
 def _reason(row: Sequence[float | None], config: GradingConfig) -> str:

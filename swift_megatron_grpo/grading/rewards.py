@@ -79,9 +79,25 @@ def reward_columns(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
     counts: Counter[str] = Counter()  # completions so far, by prompt
     rows = []
     for rollout in rollouts:
-        prompt_id = rollout.prompt.prompt_id
-        rows.append(_reward_row(rollout, request_id=f"{prompt_id}-{counts[prompt_id]}"))
-        counts[prompt_id] += 1
+        prompt = rollout.prompt
+        row = {name: value if name in _MEDIA else deepcopy(value) for name, value in prompt.row.items()}
+        messages = row.pop("messages")
+        if rollout.messages is not None:
+            messages = deepcopy(rollout.messages)
+        if messages and messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
+        generated = {
+            "messages": [*messages, {"role": "assistant", "content": rollout.text}],
+            "prompt_id": prompt.prompt_id,
+            "request_id": f"{prompt.prompt_id}-{counts[prompt.prompt_id]}",
+            "finish_reason": rollout.finish_reason,
+            "is_truncated": rollout.truncated,
+            "rollout_infos": deepcopy(rollout.infos),
+            "response_token_ids": list(compress(rollout.completion_ids, rollout.sampled_mask)),
+        }
+        kept = (name for name in row if name not in _NOT_FOR_REWARDS and (row[name] or name not in _OPTIONAL))
+        rows.append({**generated, **{name: row[name] for name in kept}})
+        counts[prompt.prompt_id] += 1
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
 
@@ -95,28 +111,6 @@ def describe(rollout: Rollout) -> str:
     """Identify a completion in an error message."""
     shown = rollout.text if len(rollout.text) <= 200 else rollout.text[:200] + " ..."
     return f"prompt {rollout.prompt.prompt_id}, completion {shown!r}"
-
-
-def _reward_row(rollout: Rollout, request_id: str) -> dict[str, Any]:
-    row = {name: value if name in _MEDIA else deepcopy(value) for name, value in rollout.prompt.row.items()}
-    messages = row.pop("messages")
-    if rollout.messages is not None:
-        messages = deepcopy(rollout.messages)
-    if messages and messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
-    dataset = {
-        name: value for name, value in row.items() if name not in _NOT_FOR_REWARDS and (value or name not in _OPTIONAL)
-    }
-    return {
-        "messages": [*messages, {"role": "assistant", "content": rollout.text}],
-        "prompt_id": rollout.prompt.prompt_id,
-        "request_id": request_id,
-        "finish_reason": rollout.finish_reason,
-        "is_truncated": rollout.truncated,
-        "rollout_infos": deepcopy(rollout.infos),
-        "response_token_ids": list(compress(rollout.completion_ids, rollout.sampled_mask)),
-        **dataset,
-    }
 
 
 class _Batch:
@@ -197,7 +191,10 @@ def _forks_end_here(name: str) -> Iterator[None]:
 def _call_all(rewards: RewardFunctions, batch: _Batch, limit: Limit, drop_failing: bool) -> list[Any]:
     """Call the synchronous functions one after the other, and then all coroutine functions concurrently."""
     results: dict[int, Any] = {}
-    later = {i: rewards.names[i] for i, function in enumerate(rewards.functions) if _is_async(function)}
+    later = {}  # names of coroutine functions
+    for i, function in enumerate(rewards.functions):
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+            later[i] = rewards.names[i]
     for i, (name, function) in enumerate(zip(rewards.names, rewards.functions, strict=True)):
         if i in later:
             continue
@@ -227,10 +224,6 @@ async def _together(calls: Sequence[Coroutine[Any, Any, Any]], seconds: float | 
     # Slightly shorter than the limit around all of them, which cannot identify the function that is too slow.
     await asyncio.wait(tasks, timeout=None if seconds is None else 0.9 * seconds)
     return [task.result() if task.done() else _TIMED_OUT for task in tasks]
-
-
-def _is_async(function: RewardFunction) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _validated(name: str, result: Any, rollouts: Sequence[Rollout]) -> list[float | None]:

@@ -10,8 +10,8 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
+from typing import NamedTuple
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _BOXED = re.compile(r"\\f?boxed\s*\{")
@@ -19,8 +19,7 @@ _MARKED = re.compile(r"####\s*([^\n]*)")  # as in the solutions of GSM8K
 _LAYOUT = re.compile(r"\\left|\\right|\\[,!;: ]|[\s$]")  # of LaTeX, without a meaning
 
 
-@dataclass(frozen=True, slots=True)
-class Try:
+class Try(NamedTuple):
     """One completion of a prompt."""
 
     correct: bool

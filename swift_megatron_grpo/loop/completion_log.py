@@ -32,9 +32,18 @@ class CompletionLog:
         with naming_full_disk(path, "--log_completions", "free space there, or leave the flag out"):
             self.write(rows)
         if "wandb" in self.config.report_to:
-            self._to_wandb(rows)
+            import pandas
+            import wandb
+
+            frame = pandas.DataFrame(rows)
+            if self.config.wandb_log_unique_prompts:
+                frame = frame.drop_duplicates(subset=["prompt"])
+            wandb.log({"completions": wandb.Table(dataframe=frame)}, commit=False)
         if "swanlab" in self.config.report_to:
-            self._to_swanlab(rows)
+            import swanlab
+
+            cells = [list(row.values()) for row in rows]
+            swanlab.log({"completions": swanlab.echarts.Table().add(list(rows[0]), cells)})
 
     def _row(self, graded: Graded) -> dict[str, Any]:
         return {
@@ -48,19 +57,3 @@ class CompletionLog:
             "total_reward": graded.reward,
             "advantages": graded.advantage,
         }
-
-    def _to_wandb(self, rows: list[dict[str, Any]]) -> None:
-        import pandas
-        import wandb
-
-        frame = pandas.DataFrame(rows)
-        if self.config.wandb_log_unique_prompts:
-            frame = frame.drop_duplicates(subset=["prompt"])
-        wandb.log({"completions": wandb.Table(dataframe=frame)}, commit=False)
-
-    def _to_swanlab(self, rows: list[dict[str, Any]]) -> None:
-        import swanlab
-
-        headers = list(rows[0])
-        cells = [[row[header] for header in headers] for row in rows]
-        swanlab.log({"completions": swanlab.echarts.Table().add(headers, cells)})

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -27,8 +27,7 @@ logger = logging.getLogger(__name__)
 Grade: TypeAlias = Callable[[Sequence[Prompt]], tuple[list[Graded], dict[str, float]]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Scored:
+class _Scored(NamedTuple):
     """One completion, without its tokens: a dataset may have millions of them."""
 
     outcome: Outcome
@@ -46,12 +45,16 @@ class Evaluation:
 
     def run(self, on_round: Callable[[], None]) -> dict[str, float]:
         """Return the metrics of all prompts and, if the datasets have names, of each dataset under its name."""
+        evaluation = self.config.evaluation
         scored: dict[str, list[_Scored]] = {}
         phases: Counter[str] = Counter()
         with same_random_numbers_afterwards():
             for name, source in self.datasets.items():
                 scored[name] = []
-                for prompts in self._rounds(source):
+                source.taken = 0
+                size = min(source.rows, evaluation.most_prompts or source.rows)
+                for begin in range(0, size, evaluation.prompts_at_once):
+                    prompts = source.take(min(evaluation.prompts_at_once, size - begin))
                     graded, of_phases = self.grade(prompts)
                     phases.update(of_phases)
                     scored[name] += map(self._score, graded)
@@ -59,16 +62,16 @@ class Evaluation:
         metrics = self._metrics(list(chain.from_iterable(scored.values())))
         for name, of_dataset in scored.items():
             of_name = self._metrics(of_dataset)
-            self._note_missing_answers(name, of_name)
+            tries = evaluation.num_generations
+            if tries > 1 and f"maj@{tries}" not in of_name and name not in self.without_answers:
+                self.without_answers.add(name)
+                logger.info(
+                    f"no completion of the evaluation{f' on {name}' if name else ''} has an answer in <answer>, "
+                    f"\\boxed or after ####, so there is no maj@{tries}"
+                )
             if name:
                 metrics |= {f"{name}/{metric}": value for metric, value in of_name.items()}
         return metrics | phases
-
-    def _rounds(self, source: PromptSource) -> list[list[Prompt]]:
-        at_once = self.config.evaluation.prompts_at_once
-        size = min(source.rows, self.config.evaluation.most_prompts or source.rows)
-        source.taken = 0
-        return [source.take(min(at_once, size - begin)) for begin in range(0, size, at_once)]
 
     def _score(self, graded: Graded) -> _Scored:
         evaluation = self.config.evaluation
@@ -85,15 +88,6 @@ class Evaluation:
         tries = [[one.attempt for one in group if one.attempt is not None] for group in groups]
         rewards = outcome_metrics(outcomes, grading.reward_names, size, grading.scale_rewards)
         return rewards | tries_metrics(tries, size)
-
-    def _note_missing_answers(self, name: str, metrics: dict[str, float]) -> None:
-        size = self.config.evaluation.num_generations
-        if size > 1 and f"maj@{size}" not in metrics and name not in self.without_answers:
-            self.without_answers.add(name)
-            logger.info(
-                f"no completion of the evaluation{f' on {name}' if name else ''} has an answer in <answer>, \\boxed or "
-                f"after ####, so there is no maj@{size}"
-            )
 
 
 @contextmanager

@@ -38,9 +38,6 @@ class StartedRollout:
     def size(self) -> int:
         return len(self.prompts) * self.group_size
 
-    def prompt_of(self, index: int) -> Prompt:
-        return self.prompts[index // self.group_size]
-
 
 class RolloutQueue:
     """Starts rollouts, and collects their completions in order. Every rank calls every method."""
@@ -151,7 +148,7 @@ class RolloutQueue:
         found = {index: value for part in gathered for index, value in part.items()}
         self._reads_recorded = len(found) == started.size
         return {
-            index: (replace(completion, prompt=started.prompt_of(index)), rewards)
+            index: (replace(completion, prompt=started.prompts[index // started.group_size]), rewards)
             for index, (completion, rewards) in found.items()
         }
 
@@ -164,6 +161,7 @@ class RolloutQueue:
         if started.generation is None and ahead_of is not None:
             self.start_ahead(ahead_of, step)
         while started.kept or started.missing:
+            assert self._stages.generation is not None
             if started.kept:
                 with step.timer("generation"):  # no time passes, but the log then has a 0 for the phase
                     groups = started.kept
@@ -173,7 +171,9 @@ class RolloutQueue:
             if not groups:
                 continue
             if not started.missing:
-                self._release_engine(step)
+                with step.timer("phase_switch"):
+                    self._stages.generation.sleep()  # an engine that shares GPUs
+                    self._stages.residency.for_inference()  # the policy reloads while rewards are computed
                 if ahead_of is not None:
                     self.start_ahead(ahead_of, step)
             yield groups
@@ -183,9 +183,14 @@ class RolloutQueue:
         with step.timer("generation"):
             gathered = self._wait(started, step)
         if any(progress.needs_weights for progress in gathered):
-            self._resend(started, step)
+            assert self._stages.sync is not None
+            self._stages.sync.resend(step.version, step.timer)
+            self._engine_version = step.version
+            for rollout in (started, *self._started):
+                if rollout.missing:  # newer weights generate the rest, if no server has those of its start any more
+                    rollout.versions.add(step.version)
         finished = {
-            index: replace(completion, prompt=started.prompt_of(index))
+            index: replace(completion, prompt=started.prompts[index // started.group_size])
             for progress in gathered
             for index, completion in progress.finished.items()
         }
@@ -222,22 +227,6 @@ class RolloutQueue:
             layers = self._stages.training.passes.expert_layers
             assert layers is not None  # settings/routing.py refuses other models
             check_experts(rollouts, layers)
-
-    def _resend(self, started: StartedRollout, step: StepContext) -> None:
-        """Resend weights to restarted servers. If none has this rollout's version, newer ones generate the rest."""
-        assert self._stages.sync is not None
-        self._stages.sync.resend(step.version, step.timer)
-        self._engine_version = step.version
-        for rollout in (started, *self._started):
-            if rollout.missing:
-                rollout.versions.add(step.version)
-
-    def _release_engine(self, step: StepContext) -> None:
-        """Put an engine that shares GPUs to sleep, and start to reload the policy while rewards are computed."""
-        assert self._stages.generation is not None
-        with step.timer("phase_switch"):
-            self._stages.generation.sleep()
-            self._stages.residency.for_inference()
 
 
 def logprobs_requested(config: GRPOConfig, rollout: int, first: int) -> bool:

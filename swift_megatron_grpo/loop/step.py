@@ -56,11 +56,6 @@ from swift_megatron_grpo.types import Graded, Prompt, Sample
 
 logger = logging.getLogger(__name__)
 
-_NOTHING_TO_TRAIN = (
-    "no completion of this step is trained, so its loss and gradient are 0: --overlong_filter (use a larger "
-    "--max_completion_length) or --bad_reward drop has excluded all of them"
-)
-
 
 class GRPOLoop:
     """The steps of one run. Every rank calls every method."""
@@ -159,7 +154,10 @@ class GRPOLoop:
         """Run the optimizer step on these samples."""
         training = self.stages.training
         if not any(any(sample.completion_mask) for sample in samples):
-            logger.warning(_NOTHING_TO_TRAIN)
+            logger.warning(
+                "no completion of this step is trained, so its loss and gradient are 0: --overlong_filter (use a "
+                "larger --max_completion_length) or --bad_reward drop has excluded all of them"
+            )
         if self.config.top_entropy_quantile < 1:
             with step.timer("entropies"):
                 self._select_tokens(samples, step)

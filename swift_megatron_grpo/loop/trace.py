@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from swift_megatron_grpo.generation.interface import AnsweredRequest
+from swift_megatron_grpo.output.disk.files import write_durably
 from swift_megatron_grpo.runtime.parallel import Coordinator
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,11 @@ class Trace:
         gathered = self.coordinator.all_gather(recorded)
         if self.coordinator.rank == 0:
             self.ranks += gathered
-            self._write()
+            path = self.folder / FILE
+            try:
+                write_durably(path, [json.dumps({"traceEvents": events(self.ranks)})])
+            except OSError as error:
+                logger.warning(f"--trace_steps: {path} cannot be written, and the run continues without it: {error}")
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -82,15 +86,6 @@ class Trace:
         finally:
             if spans is not None:
                 spans.append(Span(name, start, time.perf_counter() - began))
-
-    def _write(self) -> None:
-        path = self.folder / FILE
-        part = path.with_name(f".{FILE}.part")
-        try:
-            part.write_text(json.dumps({"traceEvents": events(self.ranks)}), encoding="utf-8")
-            os.replace(part, path)
-        except OSError as error:
-            logger.warning(f"--trace_steps: {path} cannot be written, and the run continues without it: {error}")
 
 
 def events(ranks: Sequence[RankSpans]) -> list[dict[str, Any]]:

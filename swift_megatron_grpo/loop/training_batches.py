@@ -119,16 +119,6 @@ class TrainingBatches:
             for sample in chain.from_iterable(batches):
                 sample.old_logprobs = sample.rollout_logprobs
 
-    def _add_reference(self, batches: Sequence[list[Sample]], step: StepContext) -> None:
-        reference = self._stages.reference
-        if reference is None or self._config.kl.kl_in_reward:
-            return
-        with step.timer("ref_logprobs"):
-            self._stages.residency.for_reference()
-            for samples in batches:
-                for index, values in reference.infer(without_routing(samples)).items():
-                    samples[index].ref_logprobs = values.logprobs
-
     def _queue(
         self,
         number: int,
@@ -137,8 +127,14 @@ class TrainingBatches:
         from_engine: bool,
         step: StepContext,
     ) -> None:
-        """Queue one batch for each optimizer step that this rollout feeds: `num_iterations` times all of them."""
-        self._add_reference(batches, step)
+        """Add reference log-probs, and queue a batch for each optimizer step: `num_iterations` times all of them."""
+        reference = self._stages.reference
+        if reference is not None and not self._config.kl.kl_in_reward:
+            with step.timer("ref_logprobs"):
+                self._stages.residency.for_reference()
+                for samples in batches:
+                    for index, values in reference.infer(without_routing(samples)).items():
+                        samples[index].ref_logprobs = values.logprobs
         first = batches[0] if from_engine else [replace(sample, old_logprobs=None) for sample in batches[0]]
         steps = [first, *batches[1:], *batches * (self._config.num_iterations - 1)]
         self._left.extend(steps[self.steps_to_skip :])

@@ -27,12 +27,6 @@ from swift_megatron_grpo.weights.verify import (
     describe,
 )
 
-_NO_TENSOR_DIFFERS = (
-    "The engine holds exactly the tensors that were exported. So the export itself is wrong, or the engine computes "
-    "something else with them: compare both with a saved checkpoint in plain transformers. If such a difference is "
-    "normal for this setup, for example in a low precision, continue with --sync_check off."
-)
-
 
 class EngineHasOtherWeights(RuntimeError):
     """The engine does not run the trainer's weights, even after they were resent."""
@@ -157,7 +151,10 @@ class WeightSync:
                         problems += of_tensors
                 differences = self._logprob_differences(expected, scores)
             if differences:
-                problems += self._logprob_problems(differences)
+                bound = self._bound
+                beyond = {place: value for place, value in differences.items() if bound.exceeded(value, self._usual)}
+                message = bound.exceeded(Difference.largest(beyond.values()), self._usual) or ""
+                problems += [Problem(engine, message, numbers_only=True) for engine in beyond]
                 return _Attempt(manifest, problems, unreadable, Difference.largest(differences.values()))
             self._log.warning(f"every server with weights {version} was lost during the check; they are sent again")
             full = True  # the next servers are new
@@ -178,7 +175,12 @@ class WeightSync:
         self._engine.invalidate_weights()
         advice = ""
         if all(problem.numbers_only for problem in second.problems):
-            advice = f"\n{_NO_TENSOR_DIFFERS}"
+            advice = (
+                "\nThe engine holds exactly the tensors that were exported. So the export itself is wrong, or the "
+                "engine computes something else with them: compare both with a saved checkpoint in plain transformers. "
+                "If such a difference is normal for this setup, for example in a low precision, continue with "
+                "--sync_check off."
+            )
             if self._config.quantization != "none":
                 advice += (
                     f" vLLM has quantized them (--rollout_quantization {self._config.quantization}), which rounds "
@@ -193,23 +195,20 @@ class WeightSync:
         difference = attempt.difference
         if attempt.manifest is not None:
             if self._specs is None:
-                self._log_first_sync(len(attempt.manifest.specs), attempt)
+                tensors = len(attempt.manifest.specs)
+                repacked = f", except {len(attempt.unreadable)} that it has repacked" if attempt.unreadable else ""
+                quantized = "" if self._config.quantization == "none" else ", before it quantized its linear layers"
+                holds = f"holds all {tensors} tensors bit for bit as they were sent{repacked}{quantized}"
+                runs = f"runs the adapter of {tensors} tensors"
+                image = "" if self.canary.text.image is None else " with an image"
+                self._log.info(
+                    f"first weight sync: vLLM {holds if self._reads_back else runs}; its log-probs of a fixed text of "
+                    f"{len(self.canary.tokens)} tokens{image} differ from the trainer's by {difference.mean:.2g} on "
+                    f"average, at most by {difference.max:.2g}"
+                )
             self._specs = attempt.manifest.specs
         self._usual = max(difference.mean, self._usual or 0.0)
         return {"sync_check/mean_diff": difference.mean, "sync_check/max_diff": difference.max}
-
-    def _log_first_sync(self, tensors: int, attempt: _Attempt) -> None:
-        difference = attempt.difference
-        repacked = f", except {len(attempt.unreadable)} that it has repacked" if attempt.unreadable else ""
-        quantized = "" if self._config.quantization == "none" else ", before it quantized its linear layers"
-        holds = f"holds all {tensors} tensors bit for bit as they were sent{repacked}{quantized}"
-        runs = f"runs the adapter of {tensors} tensors"
-        image = "" if self.canary.text.image is None else " with an image"
-        text = f"a fixed text of {len(self.canary.tokens)} tokens{image}"
-        self._log.info(
-            f"first weight sync: vLLM {holds if self._reads_back else runs}; its log-probs of {text} "
-            f"differ from the trainer's by {difference.mean:.2g} on average, at most by {difference.max:.2g}"
-        )
 
     # ---- problems: collective over ranks, with the same result on each
 
@@ -251,8 +250,3 @@ class WeightSync:
             for scores in gathered
             for engine, logprobs in scores.items()
         }
-
-    def _logprob_problems(self, differences: dict[str, Difference]) -> list[Problem]:
-        beyond = {engine: value for engine, value in differences.items() if self._bound.exceeded(value, self._usual)}
-        message = self._bound.exceeded(Difference.largest(beyond.values()), self._usual) or ""
-        return [Problem(engine, message, numbers_only=True) for engine in beyond]

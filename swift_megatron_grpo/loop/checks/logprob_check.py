@@ -121,7 +121,14 @@ def distortion_warning(
     engine; the difference that it makes for a fixed text is part of `rounding`.
     """
     mean = gap.means[0]
-    flags = _distorting_flags(sampling)
+    penalty = sampling.repetition_penalty
+    distorting = [
+        (sampling.top_p < 1, f"--top_p {sampling.top_p:g}", "--top_p 1"),
+        (sampling.top_k > 0, f"--top_k {sampling.top_k}", "--top_k -1"),
+        (penalty != 1, f"--repetition_penalty {penalty:g}", "--repetition_penalty 1"),
+        (sampling.regex is not None, f"--structured_outputs_regex {sampling.regex}", "no --structured_outputs_regex"),
+    ]
+    flags = [(typed, neutral) for is_set, typed, neutral in distorting if is_set]
     if not gap.tokens or mean <= (2 if flags else 8) * rounding:
         return None
     observed = (
@@ -144,15 +151,3 @@ def distortion_warning(
         f"{observed}. No sampling flag explains it:{possible} check --vllm_engine_kwargs. "
         "--rollout_importance_sampling_mode corrects for the difference"
     )
-
-
-def _distorting_flags(sampling: SamplingConfig) -> list[tuple[str, str]]:
-    """Return the flags that change the sampled distribution, as typed, each with its neutral value."""
-    penalty = sampling.repetition_penalty
-    flags = [
-        (sampling.top_p < 1, f"--top_p {sampling.top_p:g}", "--top_p 1"),
-        (sampling.top_k > 0, f"--top_k {sampling.top_k}", "--top_k -1"),
-        (penalty != 1, f"--repetition_penalty {penalty:g}", "--repetition_penalty 1"),
-        (sampling.regex is not None, f"--structured_outputs_regex {sampling.regex}", "no --structured_outputs_regex"),
-    ]
-    return [(typed, neutral) for distorts, typed, neutral in flags if distorts]
