@@ -1,8 +1,7 @@
 """Activate this package inside ms-swift. Imports nothing: torch imports this folder in every process.
 
 autoload.py      entry point that torch calls at the end of `import torch`
-command_line.py  classify a process by its command line
-api_key_flag.py  move the API key from the command line to the environment
+command_line.py  classify a process by its command line; move the API key from it to the environment
 activation.py    hook later imports, or replace the process, also where a script would start another
 torchrun.py      torchrun passes signals on and lets its ranks stop
 refusals.py      a refused run ends with one message

@@ -13,67 +13,62 @@ from pathlib import Path
 from typing import Any
 
 from swift_megatron_grpo import SWITCH
-from swift_megatron_grpo.plugin.api_key_flag import hide_api_key
-from swift_megatron_grpo.plugin.command_line import (
-    LAUNCHER,
-    MODES,
-    RANK,
-    ROLLOUT,
-    SWIFT_MEGATRON,
-    TORCHRUN,
-    arguments_of_ranks,
-    asks_for_check,
-    classify,
-    parse_flag,
-    program_of,
-    selects_grpo,
-    uses_ray,
-)
+from swift_megatron_grpo.plugin import command_line
 
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
 _SERVER_MODULE = "swift_megatron_grpo.generation.server"
 _COMMAND_MODULE = "swift_megatron_grpo.cli"
-_MEGATRON_MODULE = "swift.cli._megatron.main"  # the module that the `megatron` script runs
 _GRPO_IN_YAML = re.compile(r"""^rlhf_type:\s*['"]?grpo\b""", re.MULTILINE)
 
 
 def activate(argv: list[str], orig_argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
     """Apply what the class of this process and the environment variable select; most processes are left alone."""
-    if environ.get(SWITCH, "on") == "on":
-        hide_api_key(argv, environ)
-    process = classify(argv, orig_argv)
+    mode = environ.get(SWITCH, "on")
+    if mode == "on":
+        command_line.hide_api_key(argv, environ)
+    process = command_line.classify(argv, orig_argv)
     if process is None:
         return
-    mode = environ.get(SWITCH, "on")
-    if mode == "on" and process in (LAUNCHER, RANK):
+    if mode == "on" and process in (command_line.LAUNCHER, command_line.RANK):
         _refuse_ray(argv, orig_argv)
-    if process in (LAUNCHER, TORCHRUN):
+    if process in (command_line.LAUNCHER, command_line.TORCHRUN):
         if mode == "on":  # the ranks refuse other values than those of MODES
-            if process == LAUNCHER and asks_for_check(argv):
-                _replace_process(_COMMAND_MODULE, ["check", *argv[2:]], orig_argv)
-            _prepare_launch(process, argv)
+            _prepare_launch(process, argv, orig_argv)
         return
-    if mode not in MODES:
-        choices = "; ".join(f"{name}: {meaning}" for name, meaning in MODES.items())
+    if mode not in command_line.MODES:
+        choices = "; ".join(f"{name}: {meaning}" for name, meaning in command_line.MODES.items())
         raise SystemExit(f"swift-megatron-grpo: {SWITCH}={mode!r} is none of its values ({choices})")
     if mode == "off":
         return
-    if process == SWIFT_MEGATRON:
-        _replace_process(_MEGATRON_MODULE, argv[2:], orig_argv)
-    if process == ROLLOUT:
+    if process == command_line.SWIFT_MEGATRON:
+        _replace_process(command_line.MEGATRON_MODULE, argv[2:], orig_argv)
+    if process == command_line.ROLLOUT:
         if mode == "on":
             _replace_process(_SERVER_MODULE, argv[1:], orig_argv)
         return
-    if process == RANK and mode == "on" and asks_for_check(argv):  # started by a torchrun of the user
+    is_trained_here = process == command_line.RANK and mode == "on"
+    if is_trained_here and command_line.asks_for_check(argv):  # started by a torchrun of the user
         if environ.get("RANK", "0") != "0":
             raise SystemExit(0)
         _replace_process(_COMMAND_MODULE, ["check", *argv[1:]], orig_argv)
     hook_platform()
-    if process == RANK and mode == "on":
+    if is_trained_here:
         from swift_megatron_grpo.plugin.register import register
 
         end_with_torchrun(environ)
         register()
+
+
+def _prepare_launch(process: str, argv: Sequence[str], orig_argv: Sequence[str]) -> None:
+    """Make a signal to the script or to torchrun reach the ranks, which stop; or check the settings instead."""
+    if process == command_line.TORCHRUN:
+        from swift_megatron_grpo.plugin.torchrun import hook_torchrun
+
+        hook_torchrun(command_line.arguments_of_ranks(argv[1:]) or [])
+    elif command_line.asks_for_check(argv):
+        _replace_process(_COMMAND_MODULE, ["check", *argv[2:]], orig_argv)
+    else:
+        replace_on_run()
 
 
 def _refuse_ray(argv: Sequence[str], orig_argv: Sequence[str]) -> None:
@@ -81,26 +76,16 @@ def _refuse_ray(argv: Sequence[str], orig_argv: Sequence[str]) -> None:
 
     Such a run usually has its other flags in the YAML file of --config.
     """
-    if not uses_ray(orig_argv):
+    if not command_line.uses_ray(orig_argv):
         return
-    config = Path(parse_flag(argv, "config") or os.devnull)
+    config = Path(command_line.parse_flag(argv, "config") or os.devnull)
     text = config.read_text(encoding="utf-8") if config.is_file() else ""
-    if selects_grpo(argv) or _GRPO_IN_YAML.search(text):
+    if command_line.selects_grpo(argv) or _GRPO_IN_YAML.search(text):
         raise SystemExit(
             "swift-megatron-grpo: --use_ray true: ranks are started by torchrun; use --use_ray false with "
             f"NPROC_PER_NODE=GPUS, --vllm_mode colocate and the flags of all roles, or set {SWITCH}=off to run "
             "ms-swift's own trainer"
         )
-
-
-def _prepare_launch(process: str, argv: Sequence[str]) -> None:
-    """Make a signal to the script or to torchrun reach the ranks, which stop."""
-    if process == LAUNCHER:
-        replace_on_run()
-    else:
-        from swift_megatron_grpo.plugin.torchrun import hook_torchrun
-
-        hook_torchrun(arguments_of_ranks(argv[1:]) or [])
 
 
 def end_with_torchrun(environ: Mapping[str, str]) -> None:
@@ -137,7 +122,7 @@ def _replace_process(module: str, args: Sequence[str], orig_argv: Sequence[str])
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    options = orig_argv[1 : program_of(orig_argv)[0]]
+    options = orig_argv[1 : command_line.program_of(orig_argv)[0]]
     os.execv(sys.executable, [sys.executable, *options, "-P", "-m", module, *args])
 
 
@@ -163,4 +148,4 @@ def is_ours(command: Any) -> bool:
     if not isinstance(command, list) or not command or command[0] != sys.executable:
         return False
     argv = ["-m", *command[3:]] if command[1:2] == ["-m"] else command[1:]
-    return classify(argv, command) in (RANK, ROLLOUT, TORCHRUN)
+    return command_line.classify(argv, command) in (command_line.RANK, command_line.ROLLOUT, command_line.TORCHRUN)

@@ -1,9 +1,19 @@
-"""Classify a process by its command line: does this package change it, and how? Imports nothing slow."""
+"""Classify a process by its command line: does this package change it, and how? Imports nothing slow.
+
+Also move the API key of the rollout servers from the command line to the environment: ms-swift's `swift` and `megatron`
+scripts print the command that they start, with all arguments, and every user of a machine can read the command lines of
+its processes. Environments can be read by their owner only.
+"""
 
 from __future__ import annotations
 
+import builtins
 import os
-from collections.abc import Sequence
+import re
+import sys
+from collections.abc import MutableMapping, Sequence
+from types import ModuleType
+from typing import Any
 
 MODES = {
     "on": "the trainer, and the CPU platform where there is no accelerator",
@@ -20,10 +30,13 @@ SWIFT_MEGATRON = "swift megatron"  # the `swift` script, about to run `swift meg
 _RANK_SCRIPT = os.path.join("swift", "cli", "_megatron", "rlhf.py")
 _RANK_MODULE = "swift.cli._megatron.rlhf"
 _ROLLOUT_SCRIPT = os.path.join("swift", "cli", "rollout.py")
-_MEGATRON_MODULE = "swift.cli._megatron.main"  # what the `megatron` script runs
+MEGATRON_MODULE = "swift.cli._megatron.main"  # what the `megatron` script runs
 _ROLLOUT_MODULE = "swift.cli.rollout"
 _TORCHRUN_MODULE = "torch.distributed.run"
 _SCRIPTS = {_RANK_MODULE: _RANK_SCRIPT, _ROLLOUT_MODULE: _ROLLOUT_SCRIPT}
+_KEY_FLAGS = {"rollout": "api_key", "rollout.py": "api_key", "rlhf": "vllm_server_api_key"}  # by command
+_PRINTED = re.compile(r"(--(?:vllm_server_)?api[-_]key[= ]).*?(?= --|`|$)")
+_LAUNCHER_MODULE = "swift.cli.main"  # prints the command
 
 
 def classify(argv: Sequence[str], orig_argv: Sequence[str]) -> str | None:
@@ -44,7 +57,7 @@ def classify(argv: Sequence[str], orig_argv: Sequence[str]) -> str | None:
         return TORCHRUN if arguments_of_ranks(argv[1:]) is not None else None
     if os.path.basename(script) == "swift" and argv[1:2] == ["megatron"]:
         return SWIFT_MEGATRON
-    name = "megatron" if program == _MEGATRON_MODULE else os.path.basename(script)
+    name = "megatron" if program == MEGATRON_MODULE else os.path.basename(script)
     return LAUNCHER if (name, *argv[1:2]) in (("megatron", "rlhf"), ("swift", "rollout")) else None
 
 
@@ -113,3 +126,47 @@ def program_of(orig_argv: Sequence[str]) -> tuple[int, str, str]:
             break
         index += consumed
     return index, "", "".join(orig_argv[index : index + 1])
+
+
+# ---- the API key
+
+
+def hide_api_key(argv: list[str], environ: MutableMapping[str, str]) -> None:
+    """Remove the key's flag from the arguments of a script that runs `swift rollout` or GRPO, and set the variable."""
+    launcher = sys.modules.get(_LAUNCHER_MODULE)
+    if launcher is not None:
+        _mask_printed_commands(launcher)
+    command = argv[2:3] if argv[1:2] == ["megatron"] else argv[1:2]
+    flag = _KEY_FLAGS.get(os.path.basename(argv[0])) or _KEY_FLAGS.get("".join(command))
+    if flag is None or (flag == _KEY_FLAGS["rlhf"] and not selects_grpo(argv)):
+        return
+    key = _take(argv, flag)
+    if key:
+        from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE, hide_in_process_list
+
+        environ[API_KEY_VARIABLE] = key
+        hide_in_process_list(key)
+
+
+def _take(argv: list[str], flag: str) -> str | None:
+    """Remove all occurrences of a flag and its value; return the last value."""
+    value = None
+    for index in reversed(range(1, len(argv))):
+        name, equals, inline = argv[index].partition("=")
+        if not name.startswith("--") or name[2:].replace("-", "_") != flag:
+            continue
+        found = inline if equals else "".join(argv[index + 1 : index + 2])
+        if not found:  # ms-swift's parser reports the missing value
+            continue
+        del argv[index : index + (1 if equals else 2)]
+        value = value or found
+    return value
+
+
+def _mask_printed_commands(launcher: ModuleType) -> None:
+    """Mask keys that a YAML file of arguments adds to the command. The script is about to run, and prints one line."""
+
+    def print_masked(*values: Any, **options: Any) -> None:
+        builtins.print(*(_PRINTED.sub(r"\1***", str(value)) for value in values), **options)
+
+    vars(launcher)["print"] = print_masked

@@ -41,8 +41,8 @@ def reported_by_torchrun() -> Iterator[None]:
     try:
         yield
     except ValueError as refusal:
-        expected = _raising_file(refusal) is not None  # also one of ms-swift, or of what reads flags for it
-        _leave_to_torchrun(refusal, "before a model was loaded", expected and not is_caused_by_bug(refusal))
+        # also one of ms-swift, or of what reads flags for it
+        _leave_to_torchrun(refusal, "before a model was loaded", is_expected=_raising_file(refusal) is not None)
         raise
 
 
@@ -52,8 +52,8 @@ def set_up_reported_by_torchrun() -> Iterator[None]:
     try:
         yield
     except Exception as failure:
-        expected = isinstance(failure, ValueError | RuntimeError) and is_raised_by_package(failure)
-        _leave_to_torchrun(failure, "while it was set up", expected and not is_caused_by_bug(failure))
+        is_expected = isinstance(failure, ValueError | RuntimeError) and is_raised_by_package(failure)
+        _leave_to_torchrun(failure, "while it was set up", is_expected)
         raise
 
 
@@ -80,7 +80,7 @@ def is_caused_by_bug(error: BaseException) -> bool:
     return cause is not None and (not isinstance(cause, _FAULTS_OF_INPUT) or is_caused_by_bug(cause))
 
 
-def _leave_to_torchrun(error: Exception, stage: str, expected: bool) -> None:
+def _leave_to_torchrun(error: Exception, stage: str, is_expected: bool) -> None:
     """Write the message of an error, with its traceback unless it is expected, and wait to be killed."""
     folder = os.environ.get(_FOLDER)
     if folder is None:
@@ -90,7 +90,7 @@ def _leave_to_torchrun(error: Exception, stage: str, expected: bool) -> None:
         suffix = _FOLLOWS
         time.sleep(_FOLLOWING_SECONDS)
     message = f"this run was refused {stage}:\n{error}"
-    if not expected:
+    if not is_expected or is_caused_by_bug(error):
         text = "".join(traceback.format_exception(error)).rstrip("\n")
         message = f"this run failed {stage}, with an error that may be a bug:\n{text}"
     _write(Path(folder), message, suffix)

@@ -140,7 +140,7 @@ def test_the_output_handler_looks_its_processor_up_at_every_step() -> None:
 
 
 def test_the_launcher_prints_the_command_with_all_arguments() -> None:
-    """plugin/api_key_flag.py masks the key in this line. The script calls `print` of its module."""
+    """plugin/command_line.py masks the key in this line. The script calls `print` of its module."""
     assert "print(f\"run sh: `{' '.join(args)}`\", flush=True)" in upstream()["cli_main"]
 
 

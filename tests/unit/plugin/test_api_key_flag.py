@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
-from swift_megatron_grpo.plugin.api_key_flag import hide_api_key
+from swift_megatron_grpo.plugin.command_line import hide_api_key
 
 GRPO = ["rlhf", "--rlhf_type", "grpo"]
 KEY = "k-3 9"
