@@ -15,8 +15,7 @@ from swift_megatron_grpo.cli.estimate.memory import Engine, RankMemory, Training
 from swift_megatron_grpo.cli.estimate.vision_tower import ImageTokens
 from swift_megatron_grpo.packing.plan import StepPlan
 from swift_megatron_grpo.runtime.gpus import find_gpu
-from swift_megatron_grpo.settings.batch_sizes import BatchSizes
-from swift_megatron_grpo.settings.batches import MicroBatches
+from swift_megatron_grpo.settings.batches import BatchSizes, MicroBatches
 from swift_megatron_grpo.settings.layout import Layout
 
 from .models import qwen3_5_config, qwen3_config, qwen_vl_config, text_sizes

@@ -6,12 +6,9 @@ to_config.py       convert the arguments into the frozen settings of the stages
 resume.py          find the checkpoint of --resume, and set the flags that load it
 start_up_log.py    the first lines that a run logs
 refused.py         flags of ms-swift that are refused, or change nothing
-command_line.py    names and values as typed, before the parser
-flag_names.py      names of ms-swift 3, and misspelt ones
-flag_values.py     types and choices of the values on the command line
+command_line.py    names, types and choices as typed, before the parser: also names of ms-swift 3 and misspelt ones
 environment.py     checks of files, folders, plugins, registries and packages
 models.py          checks of the model's architecture: supported types, and reasons for the others
-problems.py        collect the problems of several checks into one error
 
 Tested by tests/unit/arguments.
 """

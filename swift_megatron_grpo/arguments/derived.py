@@ -19,12 +19,10 @@ from swift_megatron_grpo.grading.rewards import gym_reward
 from swift_megatron_grpo.output.checkpoints.sources import Source
 from swift_megatron_grpo.output.recording import folder as recording
 from swift_megatron_grpo.settings.adapter import Adapter
-from swift_megatron_grpo.settings.batch_sizes import BatchSizes
-from swift_megatron_grpo.settings.batches import Batches
-from swift_megatron_grpo.settings.facts import DataShape, Facts, ModelShape
+from swift_megatron_grpo.settings.batches import Batches, BatchSizes
 from swift_megatron_grpo.settings.flag import Flags, parser_class
 from swift_megatron_grpo.settings.groups import GROUPS
-from swift_megatron_grpo.settings.layout import Layout
+from swift_megatron_grpo.settings.layout import DataShape, Facts, Layout, ModelShape
 from swift_megatron_grpo.settings.parallel import Parallel
 from swift_megatron_grpo.settings.recording import Recording
 from swift_megatron_grpo.settings.reference import Reference
@@ -112,16 +110,8 @@ class DerivedArguments(AddedFlags):
         return bool(self.fast_kernels and self.model_shape.experts)
 
     @property
-    def saves_whole_model(self) -> bool:
-        return bool(self.tuner_type == "full" or self.merge_lora)
-
-    @property
     def has_adapter(self) -> bool:
         return self.of(Adapter).exists
-
-    @property
-    def reference_adapter(self) -> str | None:
-        return self.ref_adapters[0] if self.beta != 0 and self.ref_adapters else None
 
     # ---- layout and batches
 
@@ -134,24 +124,18 @@ class DerivedArguments(AddedFlags):
         """Layout of the frozen reference copy; None: the layout of training."""
         return self.of(Reference).layout(self.layout)
 
-    def with_reference_sizes(self) -> Self:
-        """Copy these arguments with the sizes of the reference copy in place of the trained model's."""
+    def of_reference(self) -> Self:
+        """Copy these arguments with the sizes of the reference copy, to load weights alone."""
         other, layout = copy(self), self.reference_layout
-        if layout is None:
-            return other
-        for size, value in self.of(Reference).sizes.items():
-            setattr(other, size, value)
-        other.virtual_pipeline_model_parallel_size = other.pipeline_model_parallel_layout = None
-        other.microbatch_group_size_per_vp_stage = None
-        other.sequence_parallel = layout.sequence_parallel
-        other.decoder_first_pipeline_num_layers = layout.first_stage_layers
-        other.decoder_last_pipeline_num_layers = layout.last_stage_layers
-        return other
-
-    def for_reference_checkpoint(self) -> Self:
-        """Copy these arguments to load weights alone, without optimizer, random numbers and counters of a run."""
-        other = self.with_reference_sizes()
         other.finetune = other.no_load_optim = other.no_load_rng = True
+        if layout is not None:
+            for size, value in self.of(Reference).sizes.items():
+                setattr(other, size, value)
+            other.virtual_pipeline_model_parallel_size = other.pipeline_model_parallel_layout = None
+            other.microbatch_group_size_per_vp_stage = None
+            other.sequence_parallel = layout.sequence_parallel
+            other.decoder_first_pipeline_num_layers = layout.first_stage_layers
+            other.decoder_last_pipeline_num_layers = layout.last_stage_layers
         return other
 
     def batch_sizes(self) -> BatchSizes:
@@ -205,7 +189,7 @@ class DerivedArguments(AddedFlags):
         if chosen not in typed and chosen not in logged:
             raise ValueError(
                 f"--eval_correct_reward {chosen}: this run has no such reward function; "
-                f"use --eval_correct_reward {' or '.join([*filter(_is_name, typed)] or logged)}"
+                f"use --eval_correct_reward {' or '.join([name for name in typed if isinstance(name, str)] or logged)}"
             )
         return typed.index(chosen) if chosen in typed else logged.index(chosen)
 
@@ -256,10 +240,6 @@ def world_size() -> int:
 def as_list(values: str | Sequence[str]) -> list[str]:
     """Return the values of a flag that may be a single string."""
     return [values] if isinstance(values, str) else list(values)
-
-
-def _is_name(function: Any) -> bool:
-    return isinstance(function, str)
 
 
 def _reward_name(function: Any) -> str:

@@ -11,8 +11,8 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,12 @@ from swift.template import TEMPLATE_MAPPING
 from swift.utils import import_external_file
 
 from swift_megatron_grpo.arguments.derived import DerivedArguments, as_list
-from swift_megatron_grpo.arguments.problems import check_all
 from swift_megatron_grpo.generation.conversations import checks as turns
 from swift_megatron_grpo.generation.conversations.checks import check_registered
 from swift_megatron_grpo.generation.vllm.engine_kwargs import check_engine_kwargs, parse_json_object
 from swift_megatron_grpo.output.checkpoints.sources import check_optimizer_state, check_quickly
 from swift_megatron_grpo.output.recording import folder as recording
-from swift_megatron_grpo.settings.flag import as_typed
+from swift_megatron_grpo.settings.flag import Faults, as_typed, faults_of, raise_faults
 from swift_megatron_grpo.settings.recording import Recording
 from swift_megatron_grpo.settings.rewards import Rewards
 from swift_megatron_grpo.settings.sampling import Evaluation
@@ -45,7 +44,11 @@ _SAMPLED = re.compile(r"#\d+$")  # the number of rows
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _JSON_FLAGS = ("megatron_extra_kwargs", "model_kwargs", "vllm_limit_mm_per_prompt", "columns")
 _RECOMPUTED = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out")
+_OF_ADAPTER = {"lora_rank": "r", "lora_alpha": "lora_alpha", "use_rslora": "use_rslora"}  # by flag, in its config
 _OF_MEGATRON = ("latest_checkpointed_iteration.txt", "iter_*", ".metadata", "metadata.json")
+_TABLES: Mapping[str, Mapping[str, Any]] = {
+    "model_type": MODEL_MAPPING, "template": TEMPLATE_MAPPING, "agent_template": agent_template_map,
+}  # fmt: skip
 
 # --report_to none, as in transformers: ms-swift's Megatron looks it up as the name of a callback
 megatron_callbacks_map.setdefault("none", MegatronCallback)
@@ -53,21 +56,31 @@ megatron_callbacks_map.setdefault("none", MegatronCallback)
 
 def check_environment(args: DerivedArguments) -> None:
     """Check what the flags name on this machine, before ms-swift resolves them."""
-    check_all(
-        [
-            partial(_check_json, args),
-            partial(_check_model_path, args),
-            partial(check_paths, args),
-            partial(_check_checkpoints, args),
-            partial(check_reward_registry, args),
-            partial(_check_evaluation, args),
-            partial(_check_callbacks, args),
-            partial(_check_turns, args),
-            partial(check_recording, args),
-            partial(check_quantization, args.rollout_quantization, args.vllm_enable_lora, None, None),
-            _check_vllm_installed,
-        ]
-    )
+    raise_faults(_faults(args))
+
+
+def _faults(args: DerivedArguments) -> Faults:
+    for flag in _JSON_FLAGS:
+        yield from faults_of(parse_json_object, flag, getattr(args, flag))
+    yield from faults_of(_check_engine_settings, args)
+    yield from _faults_of_paths(args)
+    for flag, table in _TABLES.items():
+        if getattr(args, flag) is not None:
+            yield from faults_of(check_registered, flag, [getattr(args, flag)], table, "ms-swift's table")
+    for flag in ("callbacks", "report_to"):
+        registry = "swift.megatron.callbacks.megatron_callbacks_map"
+        yield from faults_of(check_registered, flag, as_list(getattr(args, flag)), megatron_callbacks_map, registry)
+    yield from _faults_of_megatron_settings(args)
+    yield from faults_of(_check_checkpoints, args)
+    yield from faults_of(check_reward_registry, args)
+    if args.of(Evaluation).runs:
+        yield from faults_of(lambda: args.evaluation_names)
+        yield from faults_of(lambda: args.correct_reward)
+    yield from faults_of(_check_turns, args)
+    yield from faults_of(check_recording, args)
+    yield from faults_of(check_quantization, args.rollout_quantization, args.vllm_enable_lora, None, None)
+    if find_spec("vllm") is None:
+        yield 'vLLM, which generates the completions, is not installed; pip install "swift-megatron-grpo[gpu]"'
 
 
 # ---- plugins and registries
@@ -120,18 +133,6 @@ def check_reward_functions(names: Sequence[Any], known: Mapping[str, Any]) -> No
             )
 
 
-def _check_evaluation(args: DerivedArguments) -> None:
-    """Check names against the datasets and the reward functions."""
-    if args.of(Evaluation).runs:
-        check_all([lambda: args.evaluation_names, lambda: args.correct_reward])
-
-
-def _check_callbacks(args: DerivedArguments) -> None:
-    for flag in ("callbacks", "report_to"):
-        registry = "swift.megatron.callbacks.megatron_callbacks_map"
-        check_registered(flag, as_list(getattr(args, flag)), megatron_callbacks_map, registry)
-
-
 def _check_turns(args: DerivedArguments) -> None:
     if args.uses_servers:  # a server has its own schedulers and environments, and reports them later
         turns.check_max_turns(args.max_turns)
@@ -142,28 +143,24 @@ def _check_turns(args: DerivedArguments) -> None:
     )
 
 
-# ---- JSON
+def _check_engine_settings(args: DerivedArguments) -> None:
+    settings = parse_json_object("vllm_engine_kwargs", args.vllm_engine_kwargs)
+    if not args.uses_servers:  # otherwise the flag has no effect, as the start-up log notes
+        check_engine_kwargs(settings, adapter_only=args.vllm_enable_lora)
 
 
-def _check_json(args: DerivedArguments) -> None:
-    """Check the flags that take JSON, and the settings of vLLM in the training processes among them."""
-
-    def check_engine() -> None:
-        settings = parse_json_object("vllm_engine_kwargs", args.vllm_engine_kwargs)
-        if not args.uses_servers:  # otherwise the flag has no effect, as the start-up log notes
-            check_engine_kwargs(settings, adapter_only=args.vllm_enable_lora)
-
-    check_all([check_engine, *(partial(parse_json_object, flag, getattr(args, flag)) for flag in _JSON_FLAGS)])
-
-
-def _check_settings(typed: str | dict[str, object] | None) -> None:
-    """Check --megatron_extra_kwargs by name; otherwise the model's config ends the run with a TypeError."""
+def _faults_of_megatron_settings(args: DerivedArguments) -> Faults:
+    """Check --megatron_extra_kwargs and --recompute_modules by name: Megatron fails once the model is built."""
     known = {field.name for config in _configs(ModelConfig) for field in fields(config)}
-    for name in parse_json_object("megatron_extra_kwargs", typed):
-        if name not in known:
+    with suppress(ValueError):  # it is not JSON, as another fault says
+        for name in parse_json_object("megatron_extra_kwargs", args.megatron_extra_kwargs):
             close = difflib.get_close_matches(name, known)
-            advice = f"use {' or '.join(close)}" if close else "leave it out"
-            raise ValueError(f"--megatron_extra_kwargs: {name} is not a setting of a model in Megatron; {advice}")
+            if name not in known:
+                advice = f"use {' or '.join(close)}" if close else "leave it out"
+                yield f"--megatron_extra_kwargs: {name} is not a setting of a model in Megatron; {advice}"
+    wrong = [module for module in as_list(args.recompute_modules or []) if module not in _RECOMPUTED]
+    if wrong:
+        yield f"--recompute_modules {' '.join(wrong)}: unknown; use --recompute_modules {' or '.join(_RECOMPUTED)}"
 
 
 def _configs(config: Any) -> Iterator[Any]:
@@ -172,25 +169,7 @@ def _configs(config: Any) -> Iterator[Any]:
         yield from _configs(specialised)
 
 
-def _check_modules(typed: Sequence[str] | None) -> None:
-    """Check --recompute_modules, which Megatron asserts once the model is built."""
-    wrong = [module for module in as_list(typed or []) if module not in _RECOMPUTED]
-    if wrong:
-        raise ValueError(
-            f"--recompute_modules {' '.join(wrong)}: unknown; use --recompute_modules {' or '.join(_RECOMPUTED)}"
-        )
-
-
 # ---- the model, checkpoints and adapters
-
-
-def _check_model_path(args: DerivedArguments) -> None:
-    resumed_from = args.mcore_model or args.mcore_adapter or args.adapters  # their args.json contains the model
-    if args.model is None and not resumed_from:
-        raise ValueError("no model is set; use --model with a folder or a hub id")
-    for flag in ("model", "ref_model"):
-        if getattr(args, flag) is not None:
-            check_model_path(getattr(args, flag), flag, bare_ids=args.use_hf)
 
 
 def check_model_path(model: str, flag: str = "model", bare_ids: bool = False) -> None:
@@ -244,85 +223,69 @@ def check_recording(args: DerivedArguments) -> None:
 
 def check_reference_adapter_of(args: DerivedArguments) -> None:
     if args.ref_adapters:
-        trained = {name: getattr(args, name) for name in ("lora_rank", "lora_alpha", "use_rslora")}
+        trained = {name: getattr(args, name) for name in _OF_ADAPTER}
         for folder in as_list(args.adapters):  # ms-swift takes its settings later
-            trained |= adapter_settings(folder)
+            trained |= _adapter_settings(folder)
         check_reference_adapter(args.ref_adapters, trained, args.modules_to_save)
 
 
-def adapter_settings(folder: str) -> dict[str, Any]:
+def _adapter_settings(folder: str) -> dict[str, Any]:
     """Return the flags with which a saved adapter was created; none if it has no adapter_config.json."""
     file = Path(folder).expanduser() / "adapter_config.json"
     saved = json.loads(file.read_text()) if file.is_file() else {}
-    flags = {"lora_rank": "r", "lora_alpha": "lora_alpha", "use_rslora": "use_rslora"}
-    return {flag: saved[key] for flag, key in flags.items() if key in saved}
+    return {flag: saved[key] for flag, key in _OF_ADAPTER.items() if key in saved}
 
 
 def check_reference_adapter(folders: Sequence[str], trained: Mapping[str, Any], modules_to_save: Sequence[str]) -> None:
-    """Check --ref_adapters: ms-swift creates its adapter with the settings of the trained one.
-
-    `trained`: --lora_rank, --lora_alpha and --use_rslora.
-    """
+    """Check --ref_adapters: ms-swift creates its adapter with the settings of the trained one, `trained`."""
+    typed, own = f"--ref_adapters {' '.join(folders)}", _adapter_settings(folders[0])
     if len(folders) != 1:
-        raise ValueError(f"--ref_adapters {' '.join(folders)}: the reference has one adapter; use one folder")
+        raise ValueError(f"{typed}: the reference has one adapter; use one folder")
     if modules_to_save:
         flags = f"--modules_to_save {' '.join(modules_to_save)}"
         raise ValueError(
             f"--ref_adapters with {flags}: a reference adapter has no whole modules; leave one of them out"
         )
-    own = adapter_settings(folders[0])
     if not own:
-        raise ValueError(
-            f"--ref_adapters {folders[0]}: no adapter_config.json is there; use a folder with a saved adapter"
-        )
+        raise ValueError(f"{typed}: no adapter_config.json is there; use a folder with a saved adapter")
     other = [flag for flag, value in own.items() if value != trained[flag]]
     if other:
         needed, given = (" ".join(f"--{f} {as_typed(values[f])}" for f in other) for values in (own, trained))
-        raise ValueError(
-            f"--ref_adapters {folders[0]}: its adapter has {needed}, and the trained one {given}; use {needed}"
-        )
-
-
-def _check_vllm_installed() -> None:
-    if find_spec("vllm") is None:
-        raise ValueError(
-            'vLLM, which generates the completions, is not installed; pip install "swift-megatron-grpo[gpu]"'
-        )
+        raise ValueError(f"{typed}: its adapter has {needed}, and the trained one {given}; use {needed}")
 
 
 # ---- files and folders
 
 
-def check_paths(args: DerivedArguments) -> None:
-    """Check that what a flag names exists, as far as this machine can have it."""
-    checks: list[Callable[[], object]] = [
-        partial(check_datasets, flag, as_list(getattr(args, flag))) for flag in ("dataset", "val_dataset")
-    ]
+def _faults_of_paths(args: DerivedArguments) -> Faults:
+    """Yield what a flag names and does not exist, as far as this machine can have it."""
+    resumed_from = args.mcore_model or args.mcore_adapter or args.adapters  # their args.json contains the model
+    if args.model is None and not resumed_from:
+        yield "no model is set; use --model with a folder or a hub id"
+    for flag in ("model", "ref_model"):
+        if getattr(args, flag) is not None:
+            yield from faults_of(check_model_path, getattr(args, flag), flag, args.use_hf)
+    for flag in ("dataset", "val_dataset"):
+        for typed in as_list(getattr(args, flag)):
+            yield from filter(None, [_fault_of_dataset(flag, typed)])
     for flag in ("mcore_model", "mcore_adapter", "mcore_ref_model"):
         if getattr(args, flag) is not None:
-            checks.append(partial(check_folder, flag, getattr(args, flag), _OF_MEGATRON))
+            yield from _faults_of_folder(flag, getattr(args, flag), _OF_MEGATRON)
     for flag in ("adapters", "ref_adapters"):
-        local = [path for path in as_list(getattr(args, flag)) if not looks_like_hub_id(path)]
-        checks += [partial(check_folder, flag, path, ("adapter_config.json",)) for path in local]
-    checks += [partial(check_file, "custom_dataset_info", path) for path in as_list(args.custom_dataset_info)]
-    if args.output_dir is not None:
-        checks.append(partial(check_output, "output_dir", args.output_dir))
-    tables = {"model_type": MODEL_MAPPING, "template": TEMPLATE_MAPPING, "agent_template": agent_template_map}
-    for flag, known in tables.items():
-        if getattr(args, flag) is not None:
-            checks.append(partial(check_registered, flag, [getattr(args, flag)], known, "ms-swift's table"))
-    checks += [partial(_check_settings, args.megatron_extra_kwargs), partial(_check_modules, args.recompute_modules)]
-    check_all(checks)
+        for typed in as_list(getattr(args, flag)):
+            if not looks_like_hub_id(typed):
+                yield from _faults_of_folder(flag, typed, ("adapter_config.json",))
+    for typed in as_list(args.custom_dataset_info):
+        path = Path(typed).expanduser()
+        if not path.is_file():
+            yield f"--custom_dataset_info {typed}: the file {path.absolute()} does not exist; use another path"
+    path = Path(args.output_dir or "").expanduser().absolute()
+    file = next((parent for parent in (path, *path.parents) if parent.is_file()), None)
+    if file is not None:
+        yield f"--output_dir {args.output_dir}: {file} is a file; use --output_dir {path.with_suffix('')}_run"
 
 
-def check_datasets(flag: str, typed: Sequence[str]) -> None:
-    """Check the datasets of --dataset or --val_dataset that are files, or look as if they should be."""
-    problems = [problem for dataset in typed if (problem := _problem_of_dataset(flag, dataset)) is not None]
-    if problems:
-        raise ValueError("\n".join(problems))
-
-
-def _problem_of_dataset(flag: str, typed: str) -> str | None:
+def _fault_of_dataset(flag: str, typed: str) -> str | None:
     path = Path(typed)
     if not path.exists():
         path = Path(_SAMPLED.sub("", typed))
@@ -330,15 +293,12 @@ def _problem_of_dataset(flag: str, typed: str) -> str | None:
         return f"--{flag} {typed} takes none of its rows; use --{flag} {path}#500, or the file without a number"
     if path.is_file() and path.stat().st_size == 0:
         return f"--{flag} {typed}: the file is empty; use a file with one JSON object per line"
-    if path.exists() or not _looks_local(str(path)):
+    looks_local = str(path).startswith(("/", "./", "../", "~")) or path.suffix.lower() in DATA_SUFFIXES
+    if path.exists() or not looks_local:
         return None
     if str(path).startswith("~") and path.expanduser().exists():
         return f"--{flag} {typed}: ms-swift does not expand ~; use --{flag} {path.expanduser()}"
     return f"--{flag} {typed}: {path.absolute()} does not exist{similar(path)}; use the path of a file, or a hub id"
-
-
-def _looks_local(path: str) -> bool:
-    return path.startswith(("/", "./", "../", "~")) or Path(path).suffix.lower() in DATA_SUFFIXES
 
 
 def explain_unreadable(flag: str, typed: Sequence[str]) -> None:
@@ -348,50 +308,26 @@ def explain_unreadable(flag: str, typed: Sequence[str]) -> None:
     """
     for dataset in typed:
         path = Path(dataset if Path(dataset).exists() else _SAMPLED.sub("", dataset))
-        if path.is_file() and path.suffix.lower() == ".jsonl":
-            _check_lines(flag, path)
+        if not path.is_file() or path.suffix.lower() != ".jsonl":
+            continue
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    fault = "not a JSON object" if line.strip() and not isinstance(json.loads(line), dict) else None
+                except ValueError as error:
+                    fault = f"not JSON ({error})"
+                if fault is not None:
+                    raise ValueError(f"--{flag} {path}, line {number}: {fault}; use one JSON object per line")
 
 
-def _check_lines(flag: str, path: Path) -> None:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, start=1):
-            fault = None
-            try:
-                if line.strip() and not isinstance(json.loads(line), dict):
-                    fault = "not a JSON object"
-            except ValueError as error:
-                fault = f"not JSON ({error})"
-            if fault is not None:
-                raise ValueError(f"--{flag} {path}, line {number}: {fault}; use one JSON object per line")
-
-
-def check_folder(flag: str, typed: str, has: Sequence[str]) -> None:
-    """Check that a folder of this machine exists and has one of these files (patterns)."""
+def _faults_of_folder(flag: str, typed: str, has: Sequence[str]) -> Faults:
+    """Yield why a folder of this machine does not exist, or has none of these files (patterns)."""
     path = Path(typed).expanduser()
+    start, advice = f"--{flag} {typed}: the folder {path.absolute()}", "use one that a run has saved, or leave it out"
     if not path.is_dir():
-        raise ValueError(
-            f"--{flag} {typed}: the folder {path.absolute()} does not exist{similar(path)}; use one that a run has "
-            "saved, or leave it out"
-        )
-    if not any(any(path.glob(pattern)) for pattern in has):
-        raise ValueError(
-            f"--{flag} {typed}: the folder {path.absolute()} has no {has[0]}; use a checkpoint that a run has "
-            "saved, or leave it out"
-        )
-
-
-def check_file(flag: str, typed: str) -> None:
-    if not Path(typed).expanduser().is_file():
-        raise ValueError(f"--{flag} {typed}: the file {Path(typed).absolute()} does not exist; use another path, or "
-                         "leave it out")  # fmt: skip
-
-
-def check_output(flag: str, typed: str) -> None:
-    """Check that a folder can be created there."""
-    path = Path(typed).expanduser().absolute()
-    file = next((parent for parent in (path, *path.parents) if parent.is_file()), None)
-    if file is not None:
-        raise ValueError(f"--{flag} {typed}: {file} is a file; use --{flag} {path.with_suffix('')}_run")
+        yield f"{start} does not exist{similar(path)}; {advice}"
+    elif not any(any(path.glob(pattern)) for pattern in has):
+        yield f"{start} has no {has[0]}; {advice}"
 
 
 def similar(path: Path) -> str:

@@ -6,9 +6,9 @@ It detects every fault that can be detected before a process group exists, a mod
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,8 @@ from swift_megatron_grpo.arguments.environment import (
     import_plugins,
     is_from_modelscope,
 )
-from swift_megatron_grpo.arguments.models import check_model
-from swift_megatron_grpo.arguments.problems import check_all, prefix_problems
-from swift_megatron_grpo.arguments.refused import refuse
+from swift_megatron_grpo.arguments.models import faults_of_model
+from swift_megatron_grpo.arguments.refused import refusals
 from swift_megatron_grpo.arguments.resume import apply_resume, check_ranks_agree, raise_if_finished, typed_flags
 from swift_megatron_grpo.arguments.start_up_log import start_up_lines
 from swift_megatron_grpo.data.checks import check_rows, no_prompt_dropped
@@ -37,9 +36,9 @@ from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE, hi
 from swift_megatron_grpo.generation.requests import infer_request
 from swift_megatron_grpo.platforms.attention_packages import vision_tower_has_flash_attention
 from swift_megatron_grpo.settings.algorithm import defaults_of
-from swift_megatron_grpo.settings.facts import DataShape
-from swift_megatron_grpo.settings.flag import check, check_finite
-from swift_megatron_grpo.settings.groups import GROUPS, RANGES
+from swift_megatron_grpo.settings.flag import Faults, faults_of, raise_faults
+from swift_megatron_grpo.settings.groups import GROUPS
+from swift_megatron_grpo.settings.layout import DataShape
 from swift_megatron_grpo.settings.rewards import Rewards
 from swift_megatron_grpo.settings.sampling import rounds_of
 
@@ -69,7 +68,7 @@ class GRPOArguments(DerivedArguments):
             read_api_key(os.environ)  # before a model is loaded
         apply_resume(self)
         import_plugins(self)
-        check_all([lambda: self._check_flags(typed=True), lambda: check_environment(self)])
+        raise_faults([*self._faults(typed=True), *faults_of(check_environment, self)])
         for flag, value in defaults_of(self.advantage_estimator).items():
             if getattr(self, flag) is None:  # ms-swift sets these for its own estimators, and refuses others
                 setattr(self, flag, value)
@@ -91,30 +90,21 @@ class GRPOArguments(DerivedArguments):
 
     def check_before_process_groups(self) -> None:
         """Run the checks that need the model's config, which ms-swift has read by now."""
-        checks: list[Callable[[], None]] = [
-            self._check_flags,
-            lambda: check_model(self),
-            lambda: check_reference_adapter_of(self),
-        ]
-        check_all(checks)
+        raise_faults(chain(self._faults(), faults_of_model(self), faults_of(check_reference_adapter_of, self)))
 
-    def _check_flags(self, rows: DataShape | None = None, *, typed: bool = False) -> None:
-        """Check the flags of all stages, by what is known at this moment."""
-        check_all(
-            [
-                lambda: refuse(vars(self)),
-                lambda: check_finite(vars(self), fields(self), {*RANGES, "reward_weights", "eval_temperature"}),
-                lambda: check(GROUPS, vars(self), self.facts(rows, typed=typed)),
-            ]
-        )
+    def _faults(self, rows: DataShape | None = None, *, typed: bool = False) -> Faults:
+        """Yield the faults of the flags of all stages, by what is known at this moment."""
+        yield from refusals(vars(self))
+        facts = self.facts(rows, typed=typed)
+        for group in GROUPS:
+            yield from self.of(group).faults(facts)
 
     def set_grading_of_servers(self, environments_grade: bool) -> None:
         """Set whether the servers' environments grade, and repeat the checks that depend on it."""
         if self.of(Rewards).by_servers:
             self.use_gym_env: bool | None = environments_grade
-            check_all(
-                [self._check_flags, lambda: check_reward_registry(self), lambda: check_recording(self)],
-            )
+            checks = (faults_of(check, self) for check in (check_reward_registry, check_recording))
+            raise_faults(chain(self._faults(), *checks))
 
     def log_start(self) -> None:
         """Log the layout, the batch sizes, and notes on flags: all are known before the model loads."""
@@ -162,8 +152,7 @@ class GRPOArguments(DerivedArguments):
         most = []
         for name, dataset in rows.items():
             if dataset is not None:
-                with prefix_problems(f"--{name}"):
-                    check_rows(dataset, self.is_multimodal)
+                raise_faults(f"--{name}: {fault}" for fault in faults_of(check_rows, dataset, self.is_multimodal))
                 images = read_images(dataset, template, self.is_multimodal)
                 most.append(check_images(images, self.vllm_max_model_len, self.max_completion_length))
                 rows[name] = without_long_prompts(
@@ -176,7 +165,7 @@ class GRPOArguments(DerivedArguments):
                     name=name,
                 )
         self.most_images = max(most)
-        self._check_flags(DataShape(self.most_images, self.is_multimodal))
+        raise_faults(self._faults(DataShape(self.most_images, self.is_multimodal)))
         return rows["dataset"], rows["val_dataset"]
 
     def init_iters(self, train_dataset: Any, val_dataset: Any) -> None:
@@ -200,7 +189,7 @@ class GRPOArguments(DerivedArguments):
                 f"the dataset's {len(train_dataset)} prompts are too few for one training step in --num_train_epochs "
                 f"{self.num_train_epochs}; use --train_iters, which repeats the dataset as often as necessary"
             )
-        self._check_flags(DataShape(self.most_images, self.is_multimodal))  # with the iterations
+        raise_faults(self._faults(DataShape(self.most_images, self.is_multimodal)))  # with the iterations
         raise_if_finished(self)
         if not self.resumes:
             self.check_replay_reach(rollouts_done=0)

@@ -8,7 +8,6 @@ trained, frozen and sent.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,31 +16,19 @@ from typing import Any
 import torch
 
 from swift_megatron_grpo.arguments.derived import DerivedArguments
-from swift_megatron_grpo.arguments.problems import check_all
 from swift_megatron_grpo.arguments.refused import STOCK_TRAINER
 from swift_megatron_grpo.generation.protocol.model_identity import language_config, position_identity
 from swift_megatron_grpo.platforms.attention_packages import fault_of_delta_rule, has_flash_attention
-from swift_megatron_grpo.settings.flag import as_typed
+from swift_megatron_grpo.settings.flag import Faults, as_typed, faults_of
 from swift_megatron_grpo.settings.positions import Positions
 from swift_megatron_grpo.settings.trained import check_target_modules
 from swift_megatron_grpo.weights.load.quantization import check_quantization
 from swift_megatron_grpo.weights.stored_tensors import stored_tensors
 
-_IMAGES_AND_VIDEOS = ("image", "video")
-
-# model_type of config.json: the kinds of media that vLLM would otherwise prepare for
-COMPOSITE: Mapping[str, tuple[str, ...]] = {
-    "qwen2_vl": _IMAGES_AND_VIDEOS,
-    "qwen2_5_vl": _IMAGES_AND_VIDEOS,
-    "qwen3_vl": _IMAGES_AND_VIDEOS,
-    "qwen3_vl_moe": _IMAGES_AND_VIDEOS,
-    "qwen3_5": _IMAGES_AND_VIDEOS,
-    "qwen3_5_moe": _IMAGES_AND_VIDEOS,
-    "glm4v": _IMAGES_AND_VIDEOS,
-    "glm4v_moe": _IMAGES_AND_VIDEOS,
-    "internvl": _IMAGES_AND_VIDEOS,
-}
-
+# model_type of config.json; all have images and videos
+COMPOSITE = (
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "internvl",
+)  # fmt: skip
 INTERNVL_LANGUAGES = ("qwen2", "qwen3", "qwen3_moe")
 _CODE_IN_CHECKPOINT = "its code is part of the checkpoint (trust_remote_code), so no test can make a small one"
 _HYBRID = "its language model is not a GPTModel of mcore-bridge, whose output layer this trainer replaces"
@@ -68,9 +55,11 @@ REFUSED_COMPOSITE: Mapping[str, str] = {
 }
 
 
-def check_model(args: DerivedArguments) -> None:
-    """Check what this trainer has to know of the architecture in config.json, which ms-swift has read."""
-    check_all([partial(_check_architecture, args), partial(_check_precision, args)])
+def faults_of_model(args: DerivedArguments) -> Faults:
+    """Yield what this trainer cannot do with the architecture in config.json, which ms-swift has read."""
+    yield from faults_of(_check_architecture, args)
+    dtype = str(args.torch_dtype).removeprefix("torch.")  # vLLM and servers check their own devices
+    yield from faults_of(check_quantization, args.rollout_quantization, args.vllm_enable_lora, dtype, None)
 
 
 def _check_architecture(args: DerivedArguments) -> None:
@@ -85,50 +74,29 @@ def _check_architecture(args: DerivedArguments) -> None:
         check_target_modules(args.target_modules)
     else:
         check_composite_rope(args.of(Positions), config)
-        frozen = (args.freeze_llm, args.freeze_vit, args.freeze_aligner)
-        check_composite(args.model, config["model_type"], *frozen, STOCK_TRAINER)
-        check_language_model(args.model, config, STOCK_TRAINER)
+        check_composite(args.model, config, (args.freeze_llm, args.freeze_vit, args.freeze_aligner))
 
 
-def _check_precision(args: DerivedArguments) -> None:
-    """Check --rollout_quantization against the model; vLLM's part and servers check their own devices."""
-    dtype = str(args.torch_dtype).removeprefix("torch.")
-    check_quantization(args.rollout_quantization, args.vllm_enable_lora, dtype, None)
-
-
-def check_composite(
-    model: str, model_type: str, freeze_llm: bool, freeze_vit: bool, freeze_aligner: bool, stock_trainer: str
-) -> None:
-    """Raise ValueError unless this composite model can be trained with these flags.
-
-    `model_type`: of config.json. `stock_trainer`: the advice to run ms-swift's own trainer.
-    """
+def check_composite(model: str, config: Mapping[str, Any], frozen: tuple[bool, bool, bool]) -> None:
+    """Refuse a composite model that no test has trained. `frozen`: --freeze_llm, --freeze_vit, --freeze_aligner."""
+    model_type = config["model_type"]
     if model_type not in COMPOSITE:
         reason = REFUSED_COMPOSITE.get(model_type, "mcore-bridge 1.6.5 does not convert this type")
         raise ValueError(
             f"--model {model}: {model_type} is a model with an image, video or audio part that is not supported: "
-            f"{reason}; use a text model, or a model of one of the types {', '.join(COMPOSITE)}, or {stock_trainer}"
+            f"{reason}; use a text model, or a model of one of the types {', '.join(COMPOSITE)}, or {STOCK_TRAINER}"
         )
-    if freeze_llm and freeze_vit and freeze_aligner:
+    if all(frozen):
         raise ValueError(
             "--freeze_llm true, --freeze_vit true and --freeze_aligner true leave nothing to train; set one of them to "
             "false"
         )
-
-
-def check_language_model(model: str, config: Mapping[str, Any], stock_trainer: str) -> None:
-    """Raise ValueError if an InternVL has a language model with which no test has compared it."""
     kind = language_config(config)["model_type"]
-    if config.get("model_type") == "internvl" and kind not in INTERNVL_LANGUAGES:
+    if model_type == "internvl" and kind not in INTERNVL_LANGUAGES:
         raise ValueError(
             f"--model {model}: it is an internvl with a language model of type {kind}, which no test has compared with "
-            f"plain transformers yet; use one with {', '.join(INTERNVL_LANGUAGES)}, or {stock_trainer}"
+            f"plain transformers yet; use one with {', '.join(INTERNVL_LANGUAGES)}, or {STOCK_TRAINER}"
         )
-
-
-def text_only_limits(model_type: str) -> dict[str, int]:
-    """Return vLLM's limit_mm_per_prompt with which it builds no vision towers."""
-    return dict.fromkeys(COMPOSITE[model_type], 0)
 
 
 def check_kernels(model: str, config: Mapping[str, Any], on_hopper: bool) -> None:
@@ -163,14 +131,13 @@ def check_attention_layers(model: str, config: Mapping[str, Any]) -> None:
     text = language_config(config)
     if "linear_num_key_heads" not in text or "num_hidden_layers" not in text:
         return
-    listed, given, layers = text.get("layer_types"), text.get("full_attention_interval"), text["num_hidden_layers"]
-    described = listed or _layers(given or 4, layers)
-    interval = given if listed and given else 4
+    listed, given, layers = text.get("layer_types"), text.get("full_attention_interval") or 4, text["num_hidden_layers"]
+    described, interval = list(listed or _layers(given, layers)), given if listed else 4
     built = _layers(interval, layers)
-    if built == list(described):
+    if built == described:
         return
     layer = next(i for i, (ours, theirs) in enumerate(zip(built, described, strict=False)) if ours != theirs)
-    fitting = [size for size in range(1, layers + 1) if _layers(size, layers) == list(described)]
+    fitting = [size for size in range(1, layers + 1) if _layers(size, layers) == described]
     advice = f'set "full_attention_interval": {fitting[0]} and "layer_types" in it' if fitting else "use another model"
     raise ValueError(
         f"--model {model}: by its config.json layer {layer} has {described[layer]}, and Megatron would build "

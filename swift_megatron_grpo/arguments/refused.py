@@ -6,7 +6,7 @@ test_flags.py lists them all, so a flag that a new ms-swift release adds fails t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -26,6 +26,10 @@ class Refusal:
     stock: bool = True  # True if ms-swift's own trainer supports the other values
 
 
+def _all(flags: str, allowed: tuple[Any, ...], why: str, stock: bool = True) -> dict[str, Refusal]:
+    return dict.fromkeys(flags.split(), Refusal(allowed, why, stock))
+
+
 @dataclass(frozen=True, slots=True)
 class Note:
     """A flag that refines how ms-swift's own trainer works, and changes no result here."""
@@ -34,6 +38,7 @@ class Note:
     why: str
 
 
+_GENERATED = "exactly the tokens that the policy generated are trained"
 _TEACHER = "distillation from a teacher is not supported yet"
 _PACKED = "sequences are always packed, without padding between them"
 _LOW_BITS = "training below 16 bits is not supported yet"
@@ -50,23 +55,15 @@ NOTED: Mapping[str, Note] = {
 NOT_YET: Mapping[str, Refusal] = {
     # algorithm
     "calculate_per_token_loss": Refusal((False, None), "losses are always normalised over the whole optimizer step"),
-    "loss_scale": Refusal(
-        ("last_round", "last_round+ignore_empty_think"),
-        "exactly the tokens that the policy generated are trained",
-        stock=False,
-    ),
-    "is_binary_loss_scale": Refusal((None,), "exactly the tokens that the policy generated are trained", stock=False),
+    "loss_scale": Refusal(("last_round", "last_round+ignore_empty_think"), _GENERATED, stock=False),
+    "is_binary_loss_scale": Refusal((None,), _GENERATED, stock=False),
     "mtp_num_layers": Refusal((None, 0), "multi-token prediction is not trained", stock=False),
     # rollouts
     "use_vllm": Refusal((True,), "completions come from vLLM", stock=False),
     "move_model_batches": Refusal((None,), "weights are sent to vLLM one tensor at a time", stock=False),
     # rewards, teacher, reference
-    "reward_model": Refusal((None,), "reward models are not supported yet", stock=False),
-    "reward_model_plugin": Refusal((None,), "reward models are not supported yet", stock=False),
-    **dict.fromkeys(
-        ("teacher_model", "teacher_model_type", "teacher_model_revision", "teacher_model_server"),
-        Refusal((None,), _TEACHER),
-    ),
+    **_all("reward_model reward_model_plugin", (None,), "reward models are not supported yet", stock=False),
+    **_all("teacher_model teacher_model_type teacher_model_revision teacher_model_server", (None,), _TEACHER),
     "offload_teacher_model": Refusal((False,), _TEACHER),
     "sync_ref_model": Refusal((False,), "the reference policy is never updated", stock=False),
     "mcore_ref_adapter": Refusal((None,), "the reference adapter is read from safetensors, with --ref_adapters"),
@@ -76,8 +73,7 @@ NOT_YET: Mapping[str, Refusal] = {
     ),
     "streaming": Refusal((False,), "the dataset's length must be known"),
     "packing": Refusal((False,), "completions are packed after they are generated"),
-    "cached_dataset": Refusal(([],), "it holds tokens, and completions need messages", stock=False),
-    "cached_val_dataset": Refusal(([],), "it holds tokens, and completions need messages", stock=False),
+    **_all("cached_dataset cached_val_dataset", ([],), "it holds tokens, and completions need messages", stock=False),
     "data_sharding": Refusal((False,), "every rank computes the order of all prompts"),
     "group_by_length": Refusal((False,), "prompts are not sorted by length", stock=False),
     # model
@@ -90,15 +86,12 @@ NOT_YET: Mapping[str, Refusal] = {
     "new_special_tokens": Refusal(
         ([],), "vLLM uses the vocabulary of the checkpoint; save the model with them once (swift export), then train it"
     ),
-    "quant_method": Refusal((None,), _LOW_BITS, stock=False),
-    "quant_bits": Refusal((None,), _LOW_BITS, stock=False),
+    **_all("quant_method quant_bits", (None,), _LOW_BITS, stock=False),
     "bridge_backend": Refusal(("mcore-bridge",), "weights are converted by mcore-bridge"),
     # precision
     "fp16": Refusal((None, False), "fp16 needs a loss scaler, which skips steps, and a failed step stops the run"),
-    "fp8_format": Refusal((None,), _LOW_BITS),
-    "fp8_param_gather": Refusal((False,), _LOW_BITS),
-    "fp4_format": Refusal((None,), _LOW_BITS),
-    "fp4_param_gather": Refusal((False,), _LOW_BITS),
+    **_all("fp8_format fp4_format", (None,), _LOW_BITS),
+    **_all("fp8_param_gather fp4_param_gather", (False,), _LOW_BITS),
     # layout and communication
     "mlp_padding_free": Refusal((False,), _PACKED),
     "attention_backend": Refusal(("flash", "flash_2", "flash_3", "flash_4", "fused", "unfused", "auto"), _PACKED),
@@ -111,18 +104,21 @@ NOT_YET: Mapping[str, Refusal] = {
     "optimizer": Refusal(("adam", "sgd"), "Muon is not supported yet"),
     "optimizer_cuda_graph": Refusal((False,), _LENGTHS),
     # other ways to start
-    "use_ray": Refusal((False,), "ranks are started by torchrun"),
-    "ray_exp_name": Refusal((None,), "ranks are started by torchrun"),
-    "device_groups": Refusal((None,), "ranks are started by torchrun"),
-    "skip_megatron_init": Refusal((False,), "ranks are started by torchrun"),
+    **_all("use_ray skip_megatron_init", (False,), "ranks are started by torchrun"),
+    **_all("ray_exp_name device_groups", (None,), "ranks are started by torchrun"),
 }
 
 
-def refuse(values: Mapping[str, Any], refused: Mapping[str, Refusal] = NOT_YET) -> None:
-    """Raise ValueError for every flag whose value this trainer does not support."""
-    faults = [_message(flag, values[flag], no) for flag, no in refused.items() if not _is_allowed(values[flag], no)]
-    if faults:
-        raise ValueError("\n".join(faults))
+def refusals(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a message for every flag whose value this trainer does not support."""
+    for flag, refusal in NOT_YET.items():
+        value = values[flag].name if isinstance(values[flag], Enum) else values[flag]
+        if value in refusal.allowed:
+            continue
+        choices = [as_typed(choice) for choice in refusal.allowed if choice not in (None, False, [])]
+        remedies = [f"use --{flag} {' or '.join(choices)}" if choices else "leave it out"]
+        remedies += [STOCK_TRAINER] if refusal.stock else []
+        yield f"--{flag} {as_typed(value)}: {refusal.why}; {', or '.join(remedies)}"
 
 
 def notes_on_flags(values: Mapping[str, Any]) -> list[str]:
@@ -132,14 +128,3 @@ def notes_on_flags(values: Mapping[str, Any]) -> list[str]:
         for flag, note in NOTED.items()
         if values[flag] not in note.silent
     ]
-
-
-def _is_allowed(value: Any, refusal: Refusal) -> bool:
-    return (value.name if isinstance(value, Enum) else value) in refusal.allowed
-
-
-def _message(flag: str, value: Any, refusal: Refusal) -> str:
-    choices = [as_typed(choice) for choice in refusal.allowed if choice not in (None, False, [])]
-    remedies = [f"use --{flag} {' or '.join(choices)}" if choices else "leave it out"]
-    remedies += [STOCK_TRAINER] if refusal.stock else []
-    return f"--{flag} {as_typed(value)}: {refusal.why}; {', or '.join(remedies)}"

@@ -17,14 +17,9 @@ from swift_megatron_grpo.output.checkpoints.sources import BadCheckpoint, Source
 logger = get_logger()
 
 
-def _flags(names: str) -> frozenset[str]:
-    return frozenset(names.split())
-
-
 # A run may change these and still train what a dump holds; after a change of any other flag it is generated again.
 # Values of the other flags are written to the dump, so secrets must be among these.
-_WITHOUT_EFFECT = _flags(
-    """
+_NAMES = """
     resume finetune mcore_model mcore_adapter output_dir add_version tensorboard_dir local_rank verify_checkpoint
     rollout_dump save_steps save_strategy save_total_limit save_safetensors save_missing_weights no_save_optim
     no_save_rng async_save use_persistent_ckpt_worker create_checkpoint_symlink merge_lora
@@ -33,8 +28,8 @@ _WITHOUT_EFFECT = _flags(
     phase_timeout reward_timeout stop_grace ddp_timeout vllm_request_timeout vllm_server_base_url vllm_server_host
     vllm_server_port vllm_server_timeout vllm_server_group_port vllm_server_api_key vllm_gpu_memory_utilization
     dataloader_num_workers dataset_num_proc load_from_cache_file hub_token
-    """
-)
+"""
+_WITHOUT_EFFECT = frozenset(_NAMES.split())
 
 
 def typed_flags(args: DerivedArguments) -> tuple[tuple[str, str], ...]:

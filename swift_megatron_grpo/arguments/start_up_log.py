@@ -9,8 +9,6 @@ from swift_megatron_grpo.output.recording import folder as recording
 from swift_megatron_grpo.settings.adapter import Adapter
 from swift_megatron_grpo.settings.algorithm import Algorithm
 from swift_megatron_grpo.settings.asynchronous import Asynchronous
-from swift_megatron_grpo.settings.batch_sizes import format_table
-from swift_megatron_grpo.settings.batches import Batches
 from swift_megatron_grpo.settings.parallel import expert_size_notes
 from swift_megatron_grpo.settings.recording import Recording
 from swift_megatron_grpo.settings.routing import Routing
@@ -24,8 +22,8 @@ def start_up_lines(args: DerivedArguments) -> list[str]:
     sizes = args.batch_sizes()
     return [
         f"swift_megatron_grpo {__version__} trains this run ({SWITCH}=off turns it off): {_layout(args)}",
-        *format_table(sizes, args.max_tokens_per_micro_batch).splitlines(),
-        *args.of(Batches).notes(sizes),
+        *sizes.table(args.max_tokens_per_micro_batch),
+        *sizes.notes(),
         *notes_on_flags(vars(args)),
         *expert_size_notes(args.layout, args.model_shape),
         *args.of(Sampling).notes(args.longest_completion),

@@ -8,66 +8,64 @@ from typing import Any
 import torch
 
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
-from swift_megatron_grpo.arguments.models import text_only_limits
 from swift_megatron_grpo.generation.protocol.api_key import read_api_key
 from swift_megatron_grpo.generation.protocol.model_identity import model_identity, position_identity, precision_identity
 from swift_megatron_grpo.settings.adapter import Adapter
 from swift_megatron_grpo.settings.algorithm import Algorithm
 from swift_megatron_grpo.settings.asynchronous import Asynchronous
-from swift_megatron_grpo.settings.batch_sizes import BatchSizes
-from swift_megatron_grpo.settings.batches import MicroBatches
+from swift_megatron_grpo.settings.batches import BatchSizes
 from swift_megatron_grpo.settings.config import (
     EvaluationConfig,
     GradingConfig,
     GRPOConfig,
     MultiTurnConfig,
-    RecordingConfig,
     ReferenceConfig,
     SavedParts,
     ServerConfig,
-    SyncCheckConfig,
     VllmConfig,
 )
 from swift_megatron_grpo.settings.images import Images
-from swift_megatron_grpo.settings.losses import Kl
 from swift_megatron_grpo.settings.positions import Positions
-from swift_megatron_grpo.settings.recording import CompletionLogging, Recording
 from swift_megatron_grpo.settings.reference import Reference
 from swift_megatron_grpo.settings.routing import Routing
-from swift_megatron_grpo.settings.run import Data
 from swift_megatron_grpo.settings.sampling import Evaluation, Sampling
 from swift_megatron_grpo.settings.servers import Servers
-from swift_megatron_grpo.settings.time_limits import TimeLimits, Trace
-from swift_megatron_grpo.settings.trained import Offloading
+from swift_megatron_grpo.settings.time_limits import Trace
 
 _BUCKET_VARIABLE = "SWIFT_UPDATE_WEIGHTS_BUCKET_SIZE"  # ms-swift's, in MiB
 
 
 def configure(args: GRPOArguments) -> GRPOConfig:
     """Return the settings of all stages. Call it after ms-swift has finished parsing."""
-    plan = args.batch_sizes()
-    weights = args.reward_weights or [1.0] * len(args.reward_names)
+    plan, evaluation = args.batch_sizes(), args.of(Evaluation)
     turns = None if args.uses_servers else args.multi_turn_scheduler
-    return GRPOConfig(
+    return GRPOConfig.of(
+        vars(args),
         batch=plan,
-        num_iterations=args.num_iterations,
-        data=args.of(Data),
         sampling=args.of(Sampling).settings(),
         vllm=_vllm(args, plan),
-        sync_check=SyncCheckConfig(args.sync_check, args.torch_dtype, args.has_adapter, args.rollout_quantization),
         server=configure_server(args),
+        turns=None if turns is None else MultiTurnConfig(turns, args.max_turns, args.gym_env),
         grading=GradingConfig(
             num_generations=args.num_generations,
             reward_names=args.reward_names,
-            reward_weights=tuple(map(float, weights)),
+            reward_weights=tuple(map(float, args.reward_weights or [1.0] * len(args.reward_names))),
             scale_rewards=args.scale_rewards,
             bad_reward=args.bad_reward,
             estimator=args.advantage_estimator,
             overlong_filter=args.overlong_filter,
             max_resample_times=args.max_resample_times if args.dynamic_sample else 0,
         ),
-        evaluation=_evaluation(args),
-        micro_batches=args.of(MicroBatches),
+        evaluation=EvaluationConfig(
+            sampling=evaluation.sampling(args.of(Sampling)),
+            num_generations=evaluation.generations,
+            prompts_at_once=args.evaluated_at_once,
+            most_prompts=args.most_evaluated or None,
+            before_training=args.eval_before_train,
+            correct_reward=args.correct_reward,
+            correct_from=args.eval_correct_from,
+            names=args.evaluation_names,
+        ),
         vision_tower_share=args.of(Images).trained_share(args.most_images),
         loss=args.of(Algorithm).loss_settings(),
         reference=ReferenceConfig(
@@ -75,41 +73,12 @@ def configure(args: GRPOArguments) -> GRPOConfig:
             model_dir=args.of(Reference).copied_from,
             in_megatron_format=args.mcore_ref_model is not None,
             layout=args.reference_layout,
-            adapter=args.reference_adapter,
+            adapter=args.ref_adapters[0] if args.beta != 0 and args.ref_adapters else None,
         ),
-        offloading=args.of(Offloading),
-        log=args.of(CompletionLogging),
         saved=_saved_parts(args),
-        kl=args.of(Kl),
-        deadlines=args.of(TimeLimits),
-        turns=None if turns is None else MultiTurnConfig(turns, args.max_turns, args.gym_env),
-        recording=RecordingConfig(
-            args.of(Recording).dump,
-            args.of(Recording).replay,
-            args.rollout_only,
-            model_identity(args.model_config)["vocab_size"],
-            args.resume != "never",
-            dict(args.typed),
-        ),
+        vocabulary=model_identity(args.model_config)["vocab_size"],
         max_staleness=args.of(Asynchronous).rollouts_ahead,
-        routing=args.of(Routing),
-        logprobs_interval=args.rollout_logprobs_interval,
         trace_steps=args.of(Trace).steps,
-        top_entropy_quantile=args.top_entropy_quantile,
-    )
-
-
-def _evaluation(args: GRPOArguments) -> EvaluationConfig:
-    evaluation = args.of(Evaluation)
-    return EvaluationConfig(
-        sampling=evaluation.sampling(args.of(Sampling)),
-        num_generations=evaluation.generations,
-        prompts_at_once=args.evaluated_at_once,
-        most_prompts=args.most_evaluated or None,
-        before_training=args.eval_before_train,
-        correct_reward=args.correct_reward,
-        correct_from=args.eval_correct_from,
-        names=args.evaluation_names,
     )
 
 
@@ -130,6 +99,7 @@ def _saved_parts(args: GRPOArguments) -> SavedParts:
 
 def _vllm(args: GRPOArguments, plan: BatchSizes) -> VllmConfig:
     completions_per_engine = -(-plan.generation_batch_size // plan.layout.world_size) * args.vllm_tensor_parallel_size
+    media = {"image": args.most_images, "video": 0}  # vLLM builds no vision tower without images
     return VllmConfig(
         model_dir=args.model_dir,
         model_type=args.model_type,
@@ -141,7 +111,7 @@ def _vllm(args: GRPOArguments, plan: BatchSizes) -> VllmConfig:
         enforce_eager=args.vllm_enforce_eager,
         enable_prefix_caching=args.vllm_enable_prefix_caching,
         disable_cascade_attn=args.vllm_disable_cascade_attn,
-        limit_mm_per_prompt=args.vllm_limit_mm_per_prompt or _limits_on_media(args),
+        limit_mm_per_prompt=args.vllm_limit_mm_per_prompt or (media if args.is_multimodal else None),
         mm_processor_cache_gb=args.vllm_mm_processor_cache_gb,
         engine_kwargs=args.vllm_engine_kwargs or {},
         sleep_level=args.sleep_level,
@@ -152,13 +122,6 @@ def _vllm(args: GRPOArguments, plan: BatchSizes) -> VllmConfig:
         quantization=args.rollout_quantization,
         has_experts=args.model_shape.experts is not None,
     )
-
-
-def _limits_on_media(args: GRPOArguments) -> dict[str, int] | None:
-    """Return what a prompt may have: vLLM builds no vision tower without images; None for a text model."""
-    if not args.is_multimodal:
-        return None
-    return text_only_limits(args.model_config["model_type"]) | {"image": args.most_images}
 
 
 def _positions(args: GRPOArguments) -> dict[str, Any]:

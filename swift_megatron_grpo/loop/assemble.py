@@ -173,7 +173,7 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, fi
         towers = vision_tower_prefixes(models.unwrapped[0].config)
         held = bool(towers) and any(run.coordinator.all_gather(generation.has_vision_tower))
         export = WeightExport(models.bridge, models.unwrapped, adapter_only, left_out=() if held else towers)
-        sync = WeightSync(config.sync_check, generation, residency, export, canary, run.coordinator, run.logger)
+        sync = WeightSync(config.adapter, generation, residency, export, canary, run.coordinator, run.logger)
     dump, earlier = _dump(config, run, first_new_rollout)
     return Stages(
         prompts=prompt_source(config, run, taken=run.rollouts_done * config.batch.rollout_prompts),
@@ -186,7 +186,7 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, fi
         residency=residency,
         sync=sync,
         logprob_check=LogprobCheck(
-            training.passes, canary.passes, run.coordinator, config.sampling, config.sync_check.quantization
+            training.passes, canary.passes, run.coordinator, config.sampling, config.adapter.rollout_quantization
         ),
         router_agreement=RouterAgreement(training.passes, run.coordinator, config.routing.router_agreement_samples)
         if config.routing.router_agreement_samples
@@ -290,7 +290,7 @@ def _dump(
 ) -> tuple[RolloutDump | None, EarlierRollouts | None]:
     """Return the writer of --rollout_dump, and the reader of what an earlier run has left there from that one on."""
     folder = config.recording.dump
-    flags = config.recording.flags
+    flags = dict(config.typed)
     if folder is None:
         return None, None
     writes = run.coordinator.rank == 0
@@ -301,7 +301,7 @@ def _dump(
 
 
 def _limits(config: GRPOConfig, run: RunInputs) -> Limits:
-    return Limits(config.recording.vocabulary, len(run.rewards.names))
+    return Limits(config.vocabulary, len(run.rewards.names))
 
 
 def _start_vllm(config: GRPOConfig, run: RunInputs, residency: Residency) -> GenerationEngine:

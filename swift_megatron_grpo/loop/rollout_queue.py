@@ -245,7 +245,7 @@ def logprobs_requested(config: GRPOConfig, rollout: int, first: int) -> bool:
         or config.max_staleness > 0
         or config.recording.dump is not None
         or rollout == first
-        or (config.logprobs_interval > 0 and rollout % config.logprobs_interval == 0)
+        or (config.rollout_logprobs_interval > 0 and rollout % config.rollout_logprobs_interval == 0)
     )
 
 

@@ -11,7 +11,7 @@ from swift_megatron_grpo.generation.interface import GenerationEngine
 from swift_megatron_grpo.loop.checks.canary import Canary
 from swift_megatron_grpo.loop.step_context import PhaseTimer
 from swift_megatron_grpo.runtime.parallel import Coordinator
-from swift_megatron_grpo.settings.config import SyncCheckConfig
+from swift_megatron_grpo.settings.adapter import Adapter
 from swift_megatron_grpo.training.memory.residency import Residency
 from swift_megatron_grpo.weights.export.export import WeightExport
 from swift_megatron_grpo.weights.transport.held_weights import WorkerWeights
@@ -47,7 +47,7 @@ class WeightSync:
 
     def __init__(
         self,
-        config: SyncCheckConfig,
+        config: Adapter,
         engine: GenerationEngine,
         residency: Residency,
         export: WeightExport,
@@ -62,15 +62,16 @@ class WeightSync:
         self.canary = canary
         self._coordinator = coordinator
         self._log = log
-        self._bound = BOUNDS[config.dtype] if config.quantization == "none" else QUANTIZED_BOUND
-        self._reads_back = config.mode != "off" and export.adapter is None  # an adapter's tensors are scaled and fused
+        self._bound = BOUNDS[config.torch_dtype] if config.rollout_quantization == "none" else QUANTIZED_BOUND
+        # an adapter's tensors are scaled and fused
+        self._reads_back = config.sync_check != "off" and export.adapter is None
         self._specs: dict[str, TensorSpec] | None = None  # of the last sync that passed
         self._usual: float | None = None  # the largest mean difference of the syncs that passed
 
     @property
     def rounding(self) -> float | None:
         """Mean absolute difference between log-probs of the same weights; None: nothing is checked."""
-        return None if self._config.mode == "off" else max(self._bound.floor, self._usual or 0.0)
+        return None if self._config.sync_check == "off" else max(self._bound.floor, self._usual or 0.0)
 
     def to_engine(self, version: int, timer: PhaseTimer) -> dict[str, float]:
         """Wake the engine and send it the weights of this version if needed. Return the metrics of the check."""
@@ -89,8 +90,8 @@ class WeightSync:
 
     def _sync(self, version: int, timer: PhaseTimer) -> dict[str, float]:
         metrics: dict[str, float] = {}
-        if self._config.mode != "off":
-            first = self._attempt(version, timer, full=self._config.mode == "full" or self._specs is None)
+        if self._config.sync_check != "off":
+            first = self._attempt(version, timer, full=self._config.sync_check == "full" or self._specs is None)
             metrics = self._repeat(first, version, timer) if first.problems else self._accept(first)
         else:
             self._wake_weights(timer)
@@ -125,7 +126,7 @@ class WeightSync:
         with timer("weight_sync"):
             while self._any_needs_weights(version):
                 full = self._reads_back and (full or any(self._coordinator.all_gather(self._engine.is_new)))
-                manifest = Manifest(self._config.dtype if full else None)
+                manifest = Manifest(self._config.torch_dtype if full else None)
                 self._residency.for_weight_sync()
                 self._engine.load_weights(
                     manifest.record(self.export()), version, self.export.adapter, collect_checksums=full
@@ -181,10 +182,10 @@ class WeightSync:
                 "If such a difference is normal for this setup, for example in a low precision, continue with "
                 "--sync_check off."
             )
-            if self._config.quantization != "none":
+            if self._config.rollout_quantization != "none":
                 advice += (
-                    f" vLLM has quantized them (--rollout_quantization {self._config.quantization}), which rounds "
-                    "weights and activations: see whether --rollout_quantization none passes."
+                    f" vLLM has quantized them (--rollout_quantization {self._config.rollout_quantization}), which "
+                    "rounds weights and activations: see whether --rollout_quantization none passes."
                 )
         raise EngineHasOtherWeights(
             f"weight sync {version} failed its check twice: the engine does not run the trainer's weights, and nothing "
@@ -197,7 +198,9 @@ class WeightSync:
             if self._specs is None:
                 tensors = len(attempt.manifest.specs)
                 repacked = f", except {len(attempt.unreadable)} that it has repacked" if attempt.unreadable else ""
-                quantized = "" if self._config.quantization == "none" else ", before it quantized its linear layers"
+                quantized = (
+                    "" if self._config.rollout_quantization == "none" else ", before it quantized its linear layers"
+                )
                 holds = f"holds all {tensors} tensors bit for bit as they were sent{repacked}{quantized}"
                 runs = f"runs the adapter of {tensors} tensors"
                 image = "" if self.canary.text.image is None else " with an image"
@@ -221,7 +224,7 @@ class WeightSync:
             problems.append(Problem(f"rank {self._coordinator.rank}", message))
         gathered = self._coordinator.all_gather((problems, adapted))
         problems = list(chain.from_iterable(of_rank for of_rank, _ in gathered))
-        if self._config.has_adapter and not any(count for _, count in gathered):
+        if self._config.exists and not any(count for _, count in gathered):
             problems.append(
                 Problem("trainer", "the run has an adapter, but it is bound to no module (--target_modules)")
             )

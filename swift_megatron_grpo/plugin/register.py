@@ -82,8 +82,11 @@ def _replace_arguments(rlhf: ModuleType) -> None:
             return stock_run(self)
 
     def prepare_vllm_client(self: Any) -> Any:
-        """Skip ms-swift's client for GRPO: this package's trainer connects to its servers itself."""
-        return None if self.args.rlhf_type == "grpo" else stock_prepare_vllm_client(self)
+        if self.args.rlhf_type != "grpo":
+            return stock_prepare_vllm_client(self)
+        from swift_megatron_grpo.trainer.start import start
+
+        return start(self.args, self.template)
 
     def prepare_dataset(self: Any) -> Any:
         if self.args.rlhf_type != "grpo":

@@ -3,11 +3,9 @@
 flag.py          describe a flag, and the one function that checks all of them
 groups.py        all of these classes
 config.py        settings that the stages take
-layout.py        the parallel sizes of a run
-facts.py         facts that rules may know beyond the flags, such as the model's config.json
+layout.py        facts that rules may know beyond the flags: the parallel sizes, the model, the images
 parallel.py      the flags of the layout, and whether the model can be divided by it
-batches.py       batch sizes and micro batches
-batch_sizes.py   the arithmetic of batch sizes, and the nearest ones that fit together
+batches.py       batch sizes, the nearest ones that fit together, and micro batches
 trained.py       trained weights, precision, recomputation, kernels
 adapter.py       the adapter, and what weight syncs send and verify
 reference.py     the reference policy and its layout

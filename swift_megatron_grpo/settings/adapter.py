@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
-from swift_megatron_grpo.settings.config import SyncCheckMode
 from swift_megatron_grpo.settings.flag import Faults, Flags, Range, flag, rule
 from swift_megatron_grpo.types import Quantization
 
+SyncCheckMode = Literal["off", "canary", "full"]
 VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Adapter(Flags):
     """The adapter that a run trains, and whether vLLM runs it or merged weights; weight syncs read it."""
 
@@ -26,6 +24,7 @@ class Adapter(Flags):
         0.0, "Dropout of LoRA. ms-swift's default of 0.05 has no effect there. Default: 0.", example="0.05"
     )
     expert_tensor_parallel_size: int
+    torch_dtype: Any  # of the engine's weights, or of those that it quantizes
     vllm_mode: str | None
     vllm_enable_lora: bool
     sleep_level: int

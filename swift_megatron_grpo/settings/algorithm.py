@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from swift_megatron_grpo.settings.config import Estimator, LossConfig, LossName, RatioLevel, ScaleRewards
 from swift_megatron_grpo.settings.flag import Above, AtLeast, Faults, Flags, Range, flag, rule
-from swift_megatron_grpo.settings.losses import FIPO, SAPO, Correction, Fipo, Kl, Sapo
+from swift_megatron_grpo.settings.losses import Correction, Fipo, Kl, Sapo
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "fipo")  # the losses that clip the ratio
 WITHOUT_GROUPS = "reinforce_plus_plus_plain"  # its baseline is the mean of the whole rollout
 
 
-@dataclass(frozen=True, kw_only=True)
 class Algorithm(Flags):
     """Loss, advantages and KL; training, grading and the loop read it."""
 
@@ -38,7 +36,7 @@ class Algorithm(Flags):
         "flag for the same bound. Default: none.",
         example="3",
     )
-    real_tau: Annotated[float, Above(0, use=0.5)]
+    real_tau: Annotated[float, Above(0, use=0.5)] = 0.5
     entropy_coef: float = flag(
         0.0,
         "Weight of the entropy bonus: the policy's entropy times this value is subtracted from the loss, "
@@ -195,14 +193,13 @@ class Algorithm(Flags):
         """Return notes for the start-up log: flags without effect, as in ms-swift, and likely mistakes."""
         notes = []
         tuned = {
-            "sapo": [name for name, value in vars(self.sapo).items() if value != getattr(SAPO, name)],
-            "fipo": [name for name, value in vars(self.fipo).items() if value != getattr(FIPO, name)],
-            "real": ["real_tau"] if self.real_tau != 0.5 else [],
+            "sapo": self.sapo.changed(),
+            "fipo": self.fipo.changed(),
+            "real": self.changed("real_tau"),
         }
-        for loss, names in tuned.items():
-            changed = ", ".join(f"--{name}" for name in names)
+        for loss, changed in tuned.items():
             if changed and self.loss != loss:
-                notes.append(f"{changed}: for --loss_type {loss}, without effect on --loss_type {self.loss}")
+                notes.append(f"{', '.join(changed)}: for --loss_type {loss}, without effect on --loss_type {self.loss}")
         if self.loss in ("sapo", "real") and self.epsilon_high is not None:
             notes.append(f"--epsilon_high has no effect on --loss_type {self.loss}, which does not clip ratios")
         if self.loss == "cispo" and self.high < 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, flag, rule
@@ -10,7 +9,6 @@ from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, flag, rule
 _NEUTRAL = {"top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Asynchronous(Flags):
     """Generation ahead of training; the loop reads it."""
 

@@ -1,27 +1,120 @@
-"""Batch sizes, in completions: of a rollout, of an optimizer step, of a forward pass."""
+"""Batch sizes of a run. Every size counts completions, never prompts.
+
+    data parallel size    = world size / (TP * PP * CP)
+    global_batch_size     = micro_batch_size * data parallel size * accumulation steps      one optimizer step
+    generation_batch_size = global_batch_size * steps_per_generation                        one rollout
+    rollout prompts       = generation_batch_size / num_generations
+
+If sizes do not fit together, the error ends with the nearest ones that do. The messages use ms-swift's terms, because
+its users know them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import gcd, lcm
 from typing import Annotated, Any, Literal
 
-from swift_megatron_grpo.settings.batch_sizes import BatchSizes, resolve
 from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, as_typed, flag, rule
 from swift_megatron_grpo.settings.layout import Layout
 
 SharePrompts = Literal["auto", "true", "false"]
 SHARE_PROMPTS_FROM: dict[SharePrompts, float | None] = {"auto": 0.05, "true": 0.0, "false": None}
+_LAYOUT_FLAGS = ("context_parallel_size", "pipeline_model_parallel_size", "tensor_model_parallel_size")
+_SIZES = (
+    "global_batch_size", "generation_batch_size", "steps_per_generation", "micro_batch_size", "num_generations",
+)  # fmt: skip
+_MOST = 10**8
 
 
-@dataclass(frozen=True, kw_only=True)
-class Batches(Flags):
-    """Completions of a rollout and of an optimizer step; the loop reads them. batch_sizes.py has the arithmetic."""
+class BatchError(ValueError):
+    """Sizes that do not fit together. Each suggestion is a complete fix: flags and their new values."""
 
+    def __init__(self, fault: str, suggestions: Iterable[dict[str, int]]) -> None:
+        self.suggestions = tuple(suggestions)
+        values: dict[str, list[str]] = {}  # by what precedes them: --global_batch_size 48 or 64
+        for suggestion in self.suggestions:
+            typed, _, last = " ".join(f"--{flag} {size}" for flag, size in suggestion.items()).rpartition(" ")
+            values.setdefault(typed.replace("--world_size", "a world size of"), []).append(last)
+        advice = ", or ".join(f"{typed} {' or '.join(sizes)}" for typed, sizes in values.items())
+        super().__init__(f"{fault}; use {advice}" if advice else fault)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSizes:
+    """Batch sizes that fit together."""
+
+    layout: Layout
+    micro_batch_size: int
     global_batch_size: int
+    generation_batch_size: int
+    steps_per_generation: int
+    num_generations: int
+
+    @property
+    def rollout_prompts(self) -> int:
+        return self.generation_batch_size // self.num_generations
+
+    @property
+    def train_prompts(self) -> int:
+        """Number of whole prompts of one optimizer step, at least 1: a step may end within a prompt's completions."""
+        return max(1, self.global_batch_size // self.num_generations)
+
+    def table(self, max_tokens: int | None = None) -> list[str]:
+        """Return lines for the start-up log. `max_tokens`: the token budget of micro batches, if any."""
+        layout, dp = self.layout, self.layout.data_parallel
+        cp, pp, tp = (getattr(layout, flag) for flag in _LAYOUT_FLAGS)
+        steps = self.global_batch_size // (self.micro_batch_size * dp)
+        train_prompts = self.global_batch_size / self.num_generations
+        micro = [
+            ("micro batch", self.micro_batch_size, "completions of one forward pass on one data-parallel rank"),
+            ("accumulation steps", steps, "micro batches of one step on each data-parallel rank"),
+        ]
+        if max_tokens is not None:
+            micro = [("micro batch", max_tokens, "maximum tokens of one forward pass; micro_batch_size is ignored")]
+        rows = [
+            ("data parallel size", dp, f"world size {layout.world_size} / (TP {tp} * PP {pp} * CP {cp})"),
+            *micro,
+            ("global batch", self.global_batch_size, "completions of one optimizer step"),
+            ("steps per generation", self.steps_per_generation, "optimizer steps that train on one rollout"),
+            ("generation batch", self.generation_batch_size, "completions of one rollout"),
+            ("completions per prompt", self.num_generations, "num_generations"),
+            ("rollout prompts", self.rollout_prompts, "generation batch / completions per prompt"),
+            ("train prompts", train_prompts, "global batch / completions per prompt"),
+            ("prompts per DP group", train_prompts / dp, "train prompts / data parallel size"),
+        ]
+        return [f"  {name:<24}{value:>8g}   {meaning}" for name, value, meaning in rows]
+
+    def notes(self) -> list[str]:
+        """Return one line if ms-swift's own trainer would refuse these sizes, for users who switch back."""
+        dp, prompts, rollout = self.layout.data_parallel, self.rollout_prompts, self.generation_batch_size
+        count = f"generation_batch_size ({rollout}) // num_generations ({self.num_generations})"
+        if prompts % dp:
+            objection = f"num_rollout_prompt ({prompts}) = {count} is not divisible by dp_size ({dp})"
+        elif prompts // dp % self.micro_batch_size:
+            objection = (
+                f"Per-device rollout prompt count ({prompts // dp}) = ({count}) // dp_size ({dp}) is not divisible by "
+                f"micro_batch_size ({self.micro_batch_size})"
+            )
+        elif rollout % self.layout.world_size:
+            objection = (
+                f"generation_batch_size ({rollout}) is not divisible by the world size ({self.layout.world_size})"
+            )
+        else:
+            return []
+        here = "ms-swift's own trainer refuses that; this one distributes single completions to ranks and accepts it"
+        return [f"{objection}. {here}."]
+
+
+class Batches(Flags):
+    """Completions of a rollout and of an optimizer step; the loop reads them."""
+
+    micro_batch_size: int
+    global_batch_size: int
+    num_generations: int
     generation_batch_size: int | None
     steps_per_generation: int | None
-    num_generations: int
-    micro_batch_size: int
     num_iterations: Annotated[int, AtLeast(1, use=1)]
     max_tokens_per_micro_batch: int | None
 
@@ -32,40 +125,101 @@ class Batches(Flags):
 
     def sizes(self, layout: Layout) -> BatchSizes:
         """Fill in the sizes that are not typed. Raises BatchError if they do not fit together."""
-        return resolve(
-            layout,
-            micro_batch_size=1 if self.max_tokens_per_micro_batch is not None else self.micro_batch_size,
+        if self.max_tokens_per_micro_batch is not None:  # --micro_batch_size is ignored
+            return replace(self, micro_batch_size=1, max_tokens_per_micro_batch=None).sizes(layout)
+        _check_world_size(layout)
+        for name, size in self._typed.items():
+            if size > _MOST and name.endswith("batch_size"):
+                advice = {name: 128 * self.num_generations}
+                raise BatchError(f"--{name} {size} is more than {_MOST} completions", [advice])
+        fault = self._fault(layout.data_parallel)
+        if fault is not None:
+            raise BatchError(fault, self._fixes(layout.data_parallel))
+        return BatchSizes(
+            layout=layout,
+            micro_batch_size=self.micro_batch_size,
             global_batch_size=self.global_batch_size,
+            generation_batch_size=self._rollout,
+            steps_per_generation=self._rollout // self.global_batch_size,
             num_generations=self.num_generations,
-            generation_batch_size=self.generation_batch_size,
-            steps_per_generation=self.steps_per_generation,
         )
 
-    def notes(self, sizes: BatchSizes) -> list[str]:
-        """Return one line if ms-swift's own trainer would refuse these sizes, for users who switch back."""
-        objection = _objection_of_ms_swift(sizes)
-        if objection is None:
-            return []
-        here = "ms-swift's own trainer refuses that; this one distributes single completions to ranks and accepts it"
-        return [f"{objection}. {here}."]
+    @property
+    def _typed(self) -> dict[str, int]:
+        sizes = {name: getattr(self, name) for name in _SIZES}
+        return {name: size for name, size in sizes.items() if size is not None}
+
+    @property
+    def _rollout(self) -> int:
+        steps = 1 if self.steps_per_generation is None else self.steps_per_generation
+        return self.global_batch_size * steps if self.generation_batch_size is None else self.generation_batch_size
+
+    def _fault(self, dp: int) -> str | None:
+        for name, size in self._typed.items():
+            if size <= 0:
+                return f"{name} must be > 0, got {size}"
+        micro, step, rollout = self.micro_batch_size, self.global_batch_size, self._rollout
+        steps = self.steps_per_generation
+        if steps is not None and rollout != step * steps:
+            return (
+                f"generation_batch_size ({rollout}) must equal global_batch_size ({step}) * steps_per_generation "
+                f"({steps}) = {step * steps}"
+            )
+        for name in ("global_batch_size", "num_generations"):
+            if rollout % getattr(self, name):
+                return f"generation_batch_size ({rollout}) must be divisible by {name} ({getattr(self, name)})"
+        if step % (micro * dp):
+            return (
+                f"global batch size ({step}) is not divisible by micro batch size ({micro}) times data parallel size "
+                f"({dp})"
+            )
+        return None
+
+    def _fixes(self, dp: int) -> list[dict[str, int]]:
+        """Return the flags to change, for the nearest sizes below and above that fit together."""
+        micro, step, rollout = max(self.micro_batch_size, 1), max(self.global_batch_size, 1), self._rollout
+        group = self.num_generations if self.num_generations > 0 else 2
+        if lcm(micro * dp, group) > _MOST:
+            micro, group = 1, min(group, 8)
+        steps, given = self.steps_per_generation or 0, self.generation_batch_size is not None
+        if given and step == self.global_batch_size and step % (micro * dp) == 0:  # only the rollout is at fault
+            both = (step * steps, *_multiples(rollout, lcm(step, group)))
+            fits = [(step, size) for size in both if size > 0 and size % group == 0]
+        else:
+            steps = max(1, round(rollout / step) if given else steps)
+            fits = [(size, size * steps) for size in _multiples(step, lcm(micro * dp, group // gcd(group, steps)))]
+        fixes: list[dict[str, int]] = []
+        for size, completions in fits:
+            fixed = dict(zip(_SIZES, (size, completions, completions // size, micro, group), strict=True))
+            fix = {name: fixed[name] for name, typed in self._typed.items() if typed != fixed[name]}
+            fixes += [fix] if fix not in fixes else []
+        return fixes
 
 
-def _objection_of_ms_swift(sizes: BatchSizes) -> str | None:
-    dp, prompts, world = sizes.data_parallel, sizes.rollout_prompts, sizes.layout.world_size
-    count = f"generation_batch_size ({sizes.generation_batch_size}) // num_generations ({sizes.num_generations})"
-    if prompts % dp:
-        return f"num_rollout_prompt ({prompts}) = {count} is not divisible by dp_size ({dp})"
-    if prompts // dp % sizes.micro_batch_size:
-        return (
-            f"Per-device rollout prompt count ({prompts // dp}) = ({count}) // dp_size ({dp}) is not divisible by "
-            f"micro_batch_size ({sizes.micro_batch_size})"
-        )
-    if sizes.generation_batch_size % world:
-        return f"generation_batch_size ({sizes.generation_batch_size}) is not divisible by the world size ({world})"
-    return None
+def _multiples(size: int, unit: int) -> list[int]:
+    """Return the nearest multiples of `unit` below and above a size, or the size if it is one."""
+    below = size // unit * unit
+    return [multiple for multiple in dict.fromkeys((below, -(-size // unit) * unit)) if multiple > 0] or [unit]
 
 
-@dataclass(frozen=True, kw_only=True)
+def _check_world_size(layout: Layout) -> None:
+    """Raise BatchError unless the world size is a multiple of the ranks that one copy of the model needs."""
+    world, ranks = layout.world_size, layout.model_parallel
+    if world % ranks == 0:
+        return
+    fixes = [{"world_size": size} for size in _multiples(world, ranks)]  # not a flag: NPROC_PER_NODE * NNODES
+    for name in _LAYOUT_FLAGS:
+        size = getattr(layout, name)
+        smaller = (n for n in range(min(size - 1, world), 0, -1) if size % n == 0 and world % (ranks // size * n) == 0)
+        fixes += [{name: n} for n in list(smaller)[:1]]
+    cp, pp, tp = (getattr(layout, flag) for flag in _LAYOUT_FLAGS)
+    raise BatchError(
+        f"world size ({world}) must be divisible by tensor_model_parallel_size ({tp}) * pipeline_model_parallel_size "
+        f"({pp}) * context_parallel_size ({cp}) = {ranks}",
+        fixes,
+    )
+
+
 class MicroBatches(Flags):
     """Micro batches of a forward pass; packing and the passes of training read them."""
 

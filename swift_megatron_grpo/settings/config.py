@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from swift_megatron_grpo.settings.batch_sizes import BatchSizes
-from swift_megatron_grpo.settings.batches import MicroBatches
+from swift_megatron_grpo.settings.adapter import Adapter
+from swift_megatron_grpo.settings.batches import BatchSizes, MicroBatches
+from swift_megatron_grpo.settings.flag import Flags
 from swift_megatron_grpo.settings.layout import Layout
-from swift_megatron_grpo.settings.losses import (
-    FIPO,
-    NO_CORRECTION,
-    SAPO,
-    Correction,
-    Fipo,
-    Kl,
-    KlEstimator,
-    Sapo,
-)
-from swift_megatron_grpo.settings.recording import CompletionLogging
+from swift_megatron_grpo.settings.losses import Correction, Fipo, Kl, KlEstimator, Sapo
+from swift_megatron_grpo.settings.recording import CompletionLogging, Recording
 from swift_megatron_grpo.settings.routing import Routing
 from swift_megatron_grpo.settings.run import Data
 from swift_megatron_grpo.settings.time_limits import TimeLimits
@@ -34,7 +24,6 @@ BadRewardPolicy = Literal["stop", "drop"]
 ScaleRewards = Literal["group", "batch", "none", "gdpo"]
 Estimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_plain"]
 RatioLevel = Literal["token", "sequence", "sequence_token"]
-SyncCheckMode = Literal["off", "canary", "full"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,16 +106,6 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class SyncCheckConfig:
-    """Verification, after every weight sync, that the engine runs the trainer's weights."""
-
-    mode: SyncCheckMode
-    dtype: torch.dtype  # of the engine's weights, or of those that it quantizes
-    has_adapter: bool
-    quantization: Quantization = "none"
-
-
-@dataclass(frozen=True, slots=True)
 class MultiTurnConfig:
     """Conversations of several turns, conducted by one of ms-swift's schedulers in the training processes."""
 
@@ -179,9 +158,9 @@ class LossConfig:
     log_entropy: bool = False
     max_completion_length: int | None = None  # the denominator of dr_grpo
     real_tau: float = 0.5
-    sapo: Sapo = SAPO
-    fipo: Fipo = FIPO
-    correction: Correction = NO_CORRECTION
+    sapo: Sapo = field(default_factory=Sapo)
+    fipo: Fipo = field(default_factory=Fipo)
+    correction: Correction = field(default_factory=Correction)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,18 +175,6 @@ class ReferenceConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordingConfig:
-    """Folders of recorded rollouts."""
-
-    dump: Path | None = None  # folder that this run writes to
-    replay: Path | None = None  # folder of another run, read instead of generating and grading
-    only: bool = False  # generate without training
-    vocabulary: int = 0  # rows of the model's embedding, which bound the tokens of a replay
-    continues: bool = False  # True: what an earlier run has left in the folders of this run is continued (--resume)
-    flags: Mapping[str, str] = field(default_factory=dict)  # those that decide what a run generates, as typed
-
-
-@dataclass(frozen=True, slots=True)
 class SavedParts:
     """The parts of a checkpoint, which determine its size."""
 
@@ -218,32 +185,33 @@ class SavedParts:
     optimizer_bytes: int  # for each trained weight
 
 
-@dataclass(frozen=True, slots=True)
-class GRPOConfig:
-    """All settings of one run."""
+class GRPOConfig(Flags):
+    """All settings of one run: classes of flags, as their stages read them, and what follows from several."""
 
-    batch: BatchSizes
     num_iterations: int  # number of times each completion is trained
+    top_entropy_quantile: float  # share of tokens, of the highest entropy, in the policy loss
+    rollout_logprobs_interval: int  # loop/logprob_requests.py
     data: Data
-    sampling: SamplingConfig
-    vllm: VllmConfig
-    sync_check: SyncCheckConfig
-    server: ServerConfig | None  # None: vLLM runs in the training processes
-    grading: GradingConfig
-    evaluation: EvaluationConfig
+    adapter: Adapter
     micro_batches: MicroBatches
-    vision_tower_share: float  # share of the work of a trained vision tower that a training pass has
-    loss: LossConfig
-    reference: ReferenceConfig
     offloading: Offloading
     log: CompletionLogging
     kl: Kl
     deadlines: TimeLimits
     routing: Routing
+    batch: BatchSizes
+    sampling: SamplingConfig
+    vllm: VllmConfig
+    server: ServerConfig | None  # None: vLLM runs in the training processes
+    grading: GradingConfig
+    evaluation: EvaluationConfig
+    vision_tower_share: float  # share of the work of a trained vision tower that a training pass has
+    loss: LossConfig
+    reference: ReferenceConfig
     saved: SavedParts
-    recording: RecordingConfig = RecordingConfig()
-    turns: MultiTurnConfig | None = None  # conversations in the training processes; None: single turns
-    max_staleness: int = 0  # rollouts that generation may be ahead of training; 0: the two alternate
-    logprobs_interval: int = 1  # loop/rollout_queue.py
-    trace_steps: tuple[int, int] | None = None  # first and last; None: no trace
-    top_entropy_quantile: float = 1.0  # share of tokens, of the highest entropy, in the policy loss
+    recording: Recording
+    typed: tuple[tuple[str, str], ...]  # the flags that decide what a run generates and trains
+    vocabulary: int  # rows of the model's embedding, which bound the tokens of a replay
+    turns: MultiTurnConfig | None  # conversations in the training processes; None: single turns
+    max_staleness: int  # rollouts that generation may be ahead of training; 0: the two alternate
+    trace_steps: tuple[int, int] | None  # first and last; None: no trace

@@ -1,9 +1,9 @@
 """Describe flags: one class per stage, whose fields are the flags that the stage reads.
 
-    @dataclass(frozen=True, kw_only=True)
     class TimeLimits(Flags):
         stop_grace: Annotated[float, Above(0, use=120)] = flag(120.0, "Time between ...")  # added here
         ddp_timeout: Annotated[int, AtLeast(1, use=18000000)]  # ms-swift's: it has a default, and gets a range here
+        tau_pos: float = 1.0  # ms-swift's, with its default, where this package reads that as well
         rollout_only: bool  # described in another class, and read here
 
         @rule
@@ -21,13 +21,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass
 from enum import Enum
 from types import NoneType
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints, overload
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar, dataclass_transform
 
-from swift_megatron_grpo.settings.facts import Facts
+from swift_megatron_grpo.settings.layout import Facts
 
 Faults = Iterator[str]
 Rule = TypeVar("Rule", bound=Callable[..., object])
@@ -69,32 +70,47 @@ def flag(default: Any, help: str, *, example: str = "") -> Any:
     return dataclasses.field(default=default, metadata={"flag": {"help": help, "example": example}})
 
 
-@overload
-def rule(method: Rule, /) -> Rule: ...
-@overload
-def rule(*, before_resolution: bool) -> Callable[[Rule], Rule]: ...
-def rule(method: Any = None, /, *, before_resolution: bool = False) -> Any:
-    """Mark a method that yields a message for every fault, or raises a ValueError.
-
-    With `before_resolution` it judges only what the user has typed, and not what ms-swift has filled in since.
-    """
-
-    def mark(marked: Rule) -> Rule:
-        marked.__dict__["rule"] = before_resolution
-        return marked
-
-    return mark if method is None else mark(method)
+def rule(method: Rule) -> Rule:
+    """Mark a method that yields a message for every fault, or raises a ValueError."""
+    method.__dict__["rule"] = False
+    return method
 
 
-@dataclass(frozen=True, kw_only=True)
+def rule_as_typed(method: Rule) -> Rule:
+    """Mark a rule that judges only what the user has typed, and not what ms-swift has filled in since."""
+    method.__dict__["rule"] = True
+    return method
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
 class Flags:
-    """The flags of one stage, with their ranges and rules."""
+    """The flags of one stage, with their ranges and rules: subclasses are frozen dataclasses."""
+
+    if TYPE_CHECKING:
+        __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Self:
-        """Select the flags of this class from all flags, by name; a field may be the class of another stage."""
-        kinds = _read(cls).hints
-        return cls(**{name: kinds[name].of(values) if is_group(kinds[name]) else values[name] for name in kinds})
+    def of(cls, values: Mapping[str, Any], **derived: Any) -> Self:
+        """Select the flags of this class from all flags, by name; a field may be the class of another stage.
+
+        `derived`: the fields that are no flags.
+        """
+        kinds = {name: kind for name, kind in _read(cls).hints.items() if name not in derived}
+        flags = {name: kind.of(values) if is_group(kind) else values[name] for name, kind in kinds.items()}
+        return cls(**flags, **derived)
+
+    def changed(self, prefix: str = "") -> list[str]:
+        """Return the flags, such as --top_p, that differ from the defaults that this class states."""
+        changed = []
+        for field in dataclasses.fields(self):
+            known = field.default is not MISSING or field.default_factory is not MISSING
+            default = field.default if field.default_factory is MISSING else field.default_factory()
+            if known and field.name.startswith(prefix) and getattr(self, field.name) not in (default, {}):
+                changed.append(f"--{field.name}")
+        return changed
 
     def faults(self, facts: Facts) -> Faults:
         """Yield a message for every fault that shows with these facts."""
@@ -111,9 +127,8 @@ class Flags:
 
     def _choice_faults(self) -> Faults:
         for name, hint in _read(type(self)).hints.items():
-            known = [
-                choice for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal for choice in get_args(kind)
-            ]
+            literals = [kind for kind in (hint, *typing.get_args(hint)) if typing.get_origin(kind) is Literal]
+            known = [choice for literal in literals for choice in typing.get_args(literal)]
             value = getattr(self, name)
             if known and value is not None and value not in known:
                 yield f"--{name} {value}: unknown value; use --{name} {' or '.join(map(str, known))}"
@@ -146,13 +161,13 @@ _CLASSES: dict[Any, _Class] = {}  # reading annotations takes longer than all ru
 def _read(group: Any) -> _Class:
     if group not in _CLASSES:
         found = {}
-        for name, hint in get_type_hints(group, include_extras=True).items():
-            if get_origin(hint) is Annotated:
+        for name, hint in typing.get_type_hints(group, include_extras=True).items():
+            if typing.get_origin(hint) is Annotated:
                 [valid] = (extra for extra in hint.__metadata__ if isinstance(extra, Range))
-                found[name] = (valid, NoneType in get_args(hint.__origin__))
+                found[name] = (valid, NoneType in typing.get_args(hint.__origin__))
         methods = [method for method in vars(group).values() if "rule" in getattr(method, "__dict__", ())]
         rules = [(m, tuple(inspect.signature(m).parameters)[1:], m.__dict__["rule"]) for m in methods]
-        _CLASSES[group] = _Class(get_type_hints(group), found, rules)
+        _CLASSES[group] = _Class(typing.get_type_hints(group), found, rules)
     return _CLASSES[group]
 
 
@@ -161,28 +176,19 @@ def ranges(group: type[Flags]) -> Mapping[str, tuple[Range, bool]]:
     return _read(group).ranges
 
 
-def check(groups: Iterable[type[Flags]], values: Mapping[str, Any], facts: Facts) -> None:
-    """Raise one ValueError with all faults of this moment."""
-    faults = [fault for group in groups for fault in group.of(values).faults(facts)]
-    if faults:
-        raise ValueError("\n".join(dict.fromkeys(faults)))
+def faults_of(check: Callable[..., object], *arguments: Any) -> Faults:
+    """Yield the message of the ValueError that a check raises."""
+    try:
+        check(*arguments)
+    except ValueError as fault:
+        yield str(fault)
 
 
-def check_finite(
-    values: Mapping[str, Any], flags: Iterable[dataclasses.Field[Any]], described: Collection[str]
-) -> None:
-    """Raise ValueError for any flag without a range that is NaN or infinite."""
-    faults = []
-    for field in flags:
-        name, value = field.name, values[field.name]
-        numbers = value if isinstance(value, list) else [value]
-        infinite = [number for number in numbers if isinstance(number, float) and not math.isfinite(number)]
-        if infinite and name not in described:
-            is_number = isinstance(field.default, int | float) and not isinstance(field.default, bool)
-            advice = f"use --{name} {field.default}" if is_number else "use a finite value, or leave it out"
-            faults.append(f"--{name} {infinite[0]} is not a finite number; {advice}")
-    if faults:
-        raise ValueError("\n".join(sorted(faults)))
+def raise_faults(faults: Iterable[str]) -> None:
+    """Raise one ValueError with all faults, each once, so that a user sees all of them together."""
+    lines = "\n".join(dict.fromkeys(faults))
+    if lines:
+        raise ValueError(lines)
 
 
 def parser_class(base: Any, groups: Iterable[type[Flags]]) -> Any:

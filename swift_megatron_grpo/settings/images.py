@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from swift_megatron_grpo.settings.adapter import Adapter
-from swift_megatron_grpo.settings.facts import DataShape, ModelShape
 from swift_megatron_grpo.settings.flag import Faults, Flags, rule
-from swift_megatron_grpo.settings.layout import Layout, parse_stages
+from swift_megatron_grpo.settings.layout import DataShape, Layout, ModelShape, layers_of_stages
 
 
-@dataclass(frozen=True, kw_only=True)
 class Images(Flags):
     """The image part of the model: trained or frozen, and divided by Megatron and vLLM."""
 
@@ -74,7 +71,7 @@ class Images(Flags):
         needed, size = len(_vision(config).get("deepstack_visual_indexes") or ()), layout.pipeline_model_parallel_size
         if not needed or not rows.images or shape.layers is None or size == 1:
             return
-        first, virtual = layers_of_first_stage(layout, shape.layers), layout.virtual_pipeline_model_parallel_size
+        first, virtual = layers_of_stages(layout, shape.layers)[0], layout.virtual_pipeline_model_parallel_size
         if first < needed:
             both = needed * virtual
             advice = (
@@ -101,14 +98,3 @@ class Images(Flags):
 
 def _vision(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config.get("vision_config") or {}
-
-
-def layers_of_first_stage(layout: Layout, layers: int) -> int:
-    """Return the layers of the first stage; with a virtual pipeline, of the first stage of the first rank."""
-    if layout.stages is not None:
-        return parse_stages(layout.stages)[0].count("t")
-    of_rank = layout.first_stage_layers
-    if of_rank is None:
-        others = layout.pipeline_model_parallel_size - (layout.last_stage_layers is not None)
-        of_rank = (layers - (layout.last_stage_layers or 0)) // others
-    return of_rank // layout.virtual_pipeline_model_parallel_size

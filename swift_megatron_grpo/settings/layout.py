@@ -1,10 +1,12 @@
-"""The parallel layout: how the ranks of a run share one model."""
+"""Facts that rules may know beyond the flags: the parallel layout, the model, and the images of the datasets."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,39 @@ class Layout:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes of a model that a layout must divide. None: config.json has no such value under a common name."""
+
+    name: str
+    attention_heads: int | None
+    kv_heads: int | None  # of attention with grouped queries
+    ffn: int | None
+    layers: int | None
+    experts: int | None
+    expert_ffn: int | None
+    linear_heads: tuple[int, ...] = ()  # of linear attention
+
+
+@dataclass(frozen=True, slots=True)
+class DataShape:
+    """The datasets."""
+
+    images: int  # the most in a row
+    model_sees: bool = True  # the model has an image part
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """State what is known beyond the flags; rules name the facts that they need as parameters."""
+
+    layout: Layout
+    config: Mapping[str, Any] | None = None  # the content of the model's config.json
+    shape: ModelShape | None = None  # of the model
+    rows: DataShape | None = None  # of the datasets
+    typed: bool = False  # the flags are as typed: ms-swift has filled nothing in yet
+
+
 def parse_stages(layout: str) -> tuple[str, ...]:
     """Return the parts of each stage of --pipeline_model_parallel_layout: one letter each, t for a layer.
 
@@ -60,3 +95,23 @@ def parse_stages(layout: str) -> tuple[str, ...]:
     for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         layout = re.sub(repeated, lambda match: match[1] * int(match[2]), layout.replace(",", ""))
     return tuple(layout.split("|"))
+
+
+def layers_of_stages(layout: Layout, layers: int) -> list[int]:
+    """Return the number of layers of every stage, in the order of the model; ranks take turns in a virtual pipeline."""
+    pipeline, virtual = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+    if layout.stages is not None:
+        return [stage.count("t") for stage in parse_stages(layout.stages)]
+    first, last = layout.first_stage_layers, layout.last_stage_layers
+    given = [size for size in (first, last) if size is not None]
+    places = pipeline - len(given)
+    middle = (layers - sum(given) + layout.extra_layers) // places if places > 0 else 0
+    ranks = [middle] * pipeline
+    if layout.extra_layers:  # the embedding and the loss count as layers of the first and of the last stage
+        ranks[0] -= 1
+        ranks[-1] -= layout.extra_layers - 1
+    if first is not None:
+        ranks[0] = first
+    if last is not None:
+        ranks[-1] = last
+    return [ranks[rank] // virtual for _ in range(virtual) for rank in range(pipeline)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from swift_megatron_grpo.settings.flag import Above, Faults, Flags, flag, rule
@@ -11,35 +10,31 @@ KlEstimator = Literal["k1", "abs", "k2", "k3"]
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Sapo(Flags):
     """Temperatures of the SAPO loss."""
 
-    tau_pos: Annotated[float, Above(0, use=1.0)]
-    tau_neg: Annotated[float, Above(0, use=1.05)]
+    tau_pos: Annotated[float, Above(0, use=1.0)] = 1.0
+    tau_neg: Annotated[float, Above(0, use=1.05)] = 1.05
 
 
-@dataclass(frozen=True, kw_only=True)
 class Fipo(Flags):
     """Token weights of the FIPO loss."""
 
-    fipo_decay_rate: Annotated[float, Above(0, use=32)]  # half-life, in tokens
-    fipo_clip_range: float | None  # None or 0: the weight is not clipped
-    fipo_clip_high_only: bool
-    fipo_safety_threshold: float | None
+    fipo_decay_rate: Annotated[float, Above(0, use=32)] = 32.0  # half-life, in tokens
+    fipo_clip_range: float | None = 0.2  # None or 0: the weight is not clipped
+    fipo_clip_high_only: bool = True
+    fipo_safety_threshold: float | None = 4.0
 
 
-@dataclass(frozen=True, kw_only=True)
 class Correction(Flags):
     """Correction for the difference between the engine's log-probs and the trainer's under the same policy."""
 
-    rollout_importance_sampling_mode: CorrectionMode | None
-    rollout_importance_sampling_threshold: Annotated[float, Above(0, use=2.0)]
-    log_rollout_offpolicy_metrics: bool
-    off_policy_sequence_mask_delta: float | None
+    rollout_importance_sampling_mode: CorrectionMode | None = None
+    rollout_importance_sampling_threshold: Annotated[float, Above(0, use=2.0)] = 2.0
+    log_rollout_offpolicy_metrics: bool = False
+    off_policy_sequence_mask_delta: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class Kl(Flags):
     """The KL to the reference: its estimator, its place, and the beta that adapts to it."""
 
@@ -74,14 +69,3 @@ class Kl(Flags):
     def in_reward(self) -> bool:
         """True if the KL is subtracted from rewards instead of added to the loss."""
         return bool(self.kl_in_reward) and self.beta != 0
-
-
-# ms-swift's defaults
-SAPO = Sapo(tau_pos=1.0, tau_neg=1.05)
-FIPO = Fipo(fipo_decay_rate=32.0, fipo_clip_range=0.2, fipo_clip_high_only=True, fipo_safety_threshold=4.0)
-NO_CORRECTION = Correction(
-    rollout_importance_sampling_mode=None,
-    rollout_importance_sampling_threshold=2.0,
-    log_rollout_offpolicy_metrics=False,
-    off_policy_sequence_mask_delta=None,
-)

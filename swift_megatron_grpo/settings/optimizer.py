@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
-from swift_megatron_grpo.settings.flag import Above, AtLeast, Faults, Flags, Range, rule
+from swift_megatron_grpo.settings.flag import Above, AtLeast, Faults, Flags, Range, rule, rule_as_typed
 
 _DECAYS = "it is a moving average, which would never forget"
 _BELOW_1 = Range(0, 0.9, high=1, below_high=True, why=_DECAYS)
 
 
-@dataclass(frozen=True, kw_only=True)
 class LearningRate(Flags):
     """The schedule of the learning rate."""
 
@@ -51,7 +49,6 @@ class LearningRate(Flags):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
 class Optimizer(Flags):
     """The optimizer and its weight decay."""
 
@@ -74,7 +71,7 @@ class Optimizer(Flags):
                 f"--start_weight_decay {end:g}"
             )
 
-    @rule(before_resolution=True)  # ms-swift sets those that are left out
+    @rule_as_typed  # ms-swift sets those that are left out
     def weight_decay_has_both_ends_or_none(self) -> Faults:
         ends = ("start_weight_decay", "end_weight_decay")
         given = [name for name in ends if getattr(self, name) is not None]

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import fields, replace
 from typing import Annotated
 
-from swift_megatron_grpo.settings.facts import ModelShape
 from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, rule
-from swift_megatron_grpo.settings.layout import Layout, parse_stages
+from swift_megatron_grpo.settings.layout import Layout, ModelShape, parse_stages
 
 _SIZE = AtLeast(1, use=1)
+Problem = Callable[[Layout, ModelShape], str | None]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Parallel(Flags):
     """The layout of training, and the size of a vLLM in the training processes."""
 
@@ -44,16 +43,11 @@ class Parallel(Flags):
         virtual = self.virtual_pipeline_model_parallel_size or 1
         if stages is not None:
             virtual = max(1, len(parse_stages(stages)) // max(1, self.pipeline_model_parallel_size))
-        return Layout(
-            world_size=world_size,
-            tensor_model_parallel_size=self.tensor_model_parallel_size,
-            pipeline_model_parallel_size=self.pipeline_model_parallel_size,
-            context_parallel_size=self.context_parallel_size,
-            expert_model_parallel_size=self.expert_model_parallel_size,
-            expert_tensor_parallel_size=self.expert_tensor_parallel_size,
+        of_layout = {field.name for field in fields(Layout)}
+        layout = Layout(world_size, **{name: value for name, value in vars(self).items() if name in of_layout})
+        return replace(
+            layout,
             virtual_pipeline_model_parallel_size=virtual,
-            microbatch_group_size_per_vp_stage=self.microbatch_group_size_per_vp_stage,
-            sequence_parallel=self.sequence_parallel,
             vllm_tensor_parallel_size=1 if self.vllm_mode == "server" else self.vllm_tensor_parallel_size,
             first_stage_layers=self.decoder_first_pipeline_num_layers,
             last_stage_layers=self.decoder_last_pipeline_num_layers,
@@ -97,65 +91,49 @@ class Parallel(Flags):
 
 def faults_of_layout(layout: Layout, model: ModelShape) -> Faults:
     """Yield why the model cannot be divided by this layout, with sizes that can divide it."""
-    if not layout.is_positive:
-        return
-    yield from _tensor_parallel_faults(layout, model)
-    yield from _pipeline_faults(layout, model)
-    yield from _expert_faults(layout, model)
-    yield from _context_parallel_faults(layout, model)
-    yield from _vllm_faults(layout, model)
+    if layout.is_positive:
+        yield from _size_faults("tensor_model_parallel_size", _tensor_problem, layout, model)
+        yield from _stage_faults(layout, model) if layout.stages is not None else _pipeline_faults(layout, model)
+        yield from _expert_faults(layout, model)
+        yield from _size_faults("context_parallel_size", _context_problem, layout, model)
+        yield from _size_faults("vllm_tensor_parallel_size", _vllm_problem, layout, model)
 
 
-def _tensor_parallel_faults(layout: Layout, model: ModelShape) -> Faults:
-    """Yield what megatron-core 0.16 refuses."""
-    flag, tp = "tensor_model_parallel_size", layout.tensor_model_parallel_size
-    problem = _tensor_parallel_problem(tp, model)
-    if problem:
-        valid = _valid_sizes(layout, flag, lambda size: not _tensor_parallel_problem(size, model))
-        yield f"{flag} ({tp}) {problem} of {model.name}{_advice(flag, valid)}"
+def _size_faults(flag: str, problem_of: Problem, layout: Layout, model: ModelShape, others: str = "") -> Faults:
+    """Yield the problem of a size, with its values that have none and divide the world size. `others`: more advice."""
+    problem = problem_of(layout, model)
+    if problem is not None:
+        sizes = {size: replace(layout, **{flag: size}) for size in range(1, layout.world_size + 1)}  # type: ignore[arg-type]
+        fitting = {size: other for size, other in sizes.items() if other.world_size % other.model_parallel == 0}
+        valid = [size for size, other in fitting.items() if problem_of(other, model) is None]
+        yield f"{flag} ({getattr(layout, flag)}) {problem}{_advice(flag, valid)}{others}"
 
 
-def _tensor_parallel_problem(tp: int, model: ModelShape) -> str | None:
-    if model.attention_heads is not None and model.attention_heads % tp:
-        return f"must divide num_attention_heads ({model.attention_heads})"
-    if model.kv_heads is not None and model.kv_heads % tp and tp % model.kv_heads:
-        return f"must divide, or be a multiple of, num_key_value_heads ({model.kv_heads})"
-    for heads in model.linear_heads:
-        if heads % tp:
-            return f"must divide the linear attention heads ({heads})"
-    if model.ffn is not None and model.ffn % tp:
-        return f"must divide intermediate_size ({model.ffn})"
+def _advice(flag: str, valid: Sequence[int]) -> str:
+    return f"; use --{flag} {' or '.join(map(str, valid))}" if valid else ""
+
+
+def _tensor_problem(layout: Layout, model: ModelShape) -> str | None:
+    """Return what megatron-core 0.16 refuses."""
+    tp, kv_heads = layout.tensor_model_parallel_size, model.kv_heads
+    linear = [("the linear attention heads", heads) for heads in model.linear_heads]
+    sizes = [("num_attention_heads", model.attention_heads), *linear, ("intermediate_size", model.ffn)]
+    for name, size in sizes:
+        if size is not None and size % tp:
+            return f"must divide {name} ({size}) of {model.name}"
+    if kv_heads is not None and kv_heads % tp and tp % kv_heads:
+        return f"must divide, or be a multiple of, num_key_value_heads ({kv_heads}) of {model.name}"
     return None
 
 
 def _pipeline_faults(layout: Layout, model: ModelShape) -> Faults:
-    if layout.stages is not None:
-        yield from _stage_faults(layout, model)
-        return
-    if model.layers is None:
-        return
-    layers, stages = model.layers, layout.pipeline_model_parallel_size
-    virtual = layout.virtual_pipeline_model_parallel_size
-    given = [size for size in (layout.first_stage_layers, layout.last_stage_layers) if size is not None]
-
-    def layers_of_stages(stages: int) -> set[int] | None:
-        """Return the layers per pipeline stage, each distinct number once; None: they cannot be split evenly."""
-        rest, rest_stages = layers + layout.extra_layers - sum(given), stages - len(given)
-        if rest <= 0 or rest_stages <= 0:
-            return set(given) if rest == 0 and rest_stages == 0 else None
-        return {*given, rest // rest_stages} if rest % rest_stages == 0 else None
-
-    stage_layers = layers_of_stages(stages)
+    stages, virtual = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+    stage_layers = _stage_layers(layout, model)
     if stage_layers is None:
-        flag = "pipeline_model_parallel_size"
-        valid = _valid_sizes(layout, flag, lambda size: layers_of_stages(size) is not None)
-        others = "leave the flags of the end stages out" if given else "set these flags"
-        yield (
-            f"pipeline_model_parallel_size ({stages}) must divide the {layers} layers of {model.name}, minus those "
-            "that --decoder_first_pipeline_num_layers and --decoder_last_pipeline_num_layers assign to the end stages, "
-            f"plus those that the --account_for_... flags add{_advice(flag, valid)}, or {others}"
-        )
-    elif virtual > 1 and stages == 1:
+        given = layout.first_stage_layers is not None or layout.last_stage_layers is not None
+        others = f", or {'leave the flags of the end stages out' if given else 'set these flags'}"
+        yield from _size_faults("pipeline_model_parallel_size", _pipeline_problem, layout, model, others)
+    elif virtual > 1 and stages == 1 and stage_layers:
         yield (
             f"virtual_pipeline_model_parallel_size ({virtual}) subdivides the stages of a pipeline, and "
             "pipeline_model_parallel_size is 1; use --pipeline_model_parallel_size 2, or leave it out"
@@ -164,9 +142,31 @@ def _pipeline_faults(layout: Layout, model: ModelShape) -> Faults:
         valid = [v for v in range(1, max(stage_layers) + 1) if not any(size % v for size in stage_layers)]
         yield (
             f"virtual_pipeline_model_parallel_size ({virtual}) must divide the layers of every pipeline stage "
-            f"({' and '.join(map(str, sorted(stage_layers)))} of the {layers} of {model.name})"
+            f"({' and '.join(map(str, sorted(stage_layers)))} of the {model.layers} of {model.name})"
             f"{_advice('virtual_pipeline_model_parallel_size', valid)}"
         )
+
+
+def _pipeline_problem(layout: Layout, model: ModelShape) -> str | None:
+    if _stage_layers(layout, model) is not None:
+        return None
+    return (
+        f"must divide the {model.layers} layers of {model.name}, minus those that --decoder_first_pipeline_num_layers "
+        "and --decoder_last_pipeline_num_layers assign to the end stages, plus those that the --account_for_... flags "
+        "add"
+    )
+
+
+def _stage_layers(layout: Layout, model: ModelShape) -> set[int] | None:
+    """Return the layers per pipeline stage, each distinct number once; None: they cannot be split evenly."""
+    if model.layers is None:
+        return set()
+    given = [size for size in (layout.first_stage_layers, layout.last_stage_layers) if size is not None]
+    rest = model.layers + layout.extra_layers - sum(given)
+    rest_stages = layout.pipeline_model_parallel_size - len(given)
+    if rest <= 0 or rest_stages <= 0:
+        return set(given) if rest == 0 and rest_stages == 0 else None
+    return {*given, rest // rest_stages} if rest % rest_stages == 0 else None
 
 
 def _stage_faults(layout: Layout, model: ModelShape) -> Faults:
@@ -199,89 +199,72 @@ def _stage_faults(layout: Layout, model: ModelShape) -> Faults:
         )
 
 
-def _context_parallel_faults(layout: Layout, model: ModelShape) -> Faults:
-    """Yield heads of linear attention that TP * CP does not divide: context-parallel ranks exchange heads."""
+def _context_problem(layout: Layout, model: ModelShape) -> str | None:
+    """Return heads of linear attention that TP * CP does not divide: context-parallel ranks exchange heads."""
     tp, cp = layout.tensor_model_parallel_size, layout.context_parallel_size
-
-    def fits(size: int) -> bool:
-        return all(heads % (tp * size) == 0 for heads in model.linear_heads)
-
-    if cp > 1 and not fits(cp):
-        yield (
-            f"context_parallel_size ({cp}) * tensor_model_parallel_size ({tp}) must divide the linear attention heads "
-            f"({' and '.join(map(str, model.linear_heads))}) of {model.name}"
-            f"{_advice('context_parallel_size', _valid_sizes(layout, 'context_parallel_size', fits))}"
-        )
+    if cp == 1 or all(heads % (tp * cp) == 0 for heads in model.linear_heads):
+        return None
+    heads = " and ".join(map(str, model.linear_heads))
+    return f"* tensor_model_parallel_size ({tp}) must divide the linear attention heads ({heads}) of {model.name}"
 
 
 def _expert_faults(layout: Layout, model: ModelShape) -> Faults:
-    ep, etp = layout.expert_model_parallel_size, layout.expert_tensor_parallel_size
-    pp, world = layout.pipeline_model_parallel_size, layout.world_size
-    if model.experts is None:  # if they divide the ranks, Megatron creates process groups that nothing uses
-        for flag, size in _expert_sizes(layout):
-            if size > 1 and world % (ep * etp * pp):
+    etp, tp = layout.expert_tensor_parallel_size, layout.tensor_model_parallel_size
+    if model.experts is None:
+        if not _divides_ranks(layout):  # otherwise Megatron creates process groups that nothing uses
+            for flag, size in _expert_sizes(layout):
                 yield f"{flag} ({size}) needs experts, and {model.name} has none; use --{flag} 1"
         return
-    valid = [n for n in range(1, model.experts + 1) if model.experts % n == 0 and world % (n * etp * pp) == 0]
-    if ep not in valid:
-        yield (
-            f"expert_model_parallel_size ({ep}) must divide the {model.experts} experts of {model.name}, and its "
-            f"product with expert_tensor_parallel_size ({etp}) and pipeline_model_parallel_size ({pp}) must divide the "
-            f"world size ({world}){_advice('expert_model_parallel_size', valid)}"
-        )
-    elif model.expert_ffn is not None and model.expert_ffn % etp:
+    yield from _size_faults("expert_model_parallel_size", _expert_problem, layout, model)
+    if model.expert_ffn is not None and model.expert_ffn % etp:
         yield (
             f"expert_tensor_parallel_size ({etp}) must divide moe_intermediate_size ({model.expert_ffn}) of "
             f"{model.name}; use --expert_tensor_parallel_size 1"
         )
-    elif layout.tensor_model_parallel_size > 1 and not layout.sequence_parallel:
-        yield (
-            f"tensor_model_parallel_size ({layout.tensor_model_parallel_size}) with experts needs sequence parallelism"
-            "; use --sequence_parallel true"
-        )
+    if tp > 1 and not layout.sequence_parallel:
+        yield f"tensor_model_parallel_size ({tp}) with experts needs sequence parallelism; use --sequence_parallel true"
+
+
+def _expert_problem(layout: Layout, model: ModelShape) -> str | None:
+    if model.experts is None or (model.experts % layout.expert_model_parallel_size == 0 and _divides_ranks(layout)):
+        return None
+    return (
+        f"must divide the {model.experts} experts of {model.name}, and its product with expert_tensor_parallel_size "
+        f"({layout.expert_tensor_parallel_size}) and pipeline_model_parallel_size "
+        f"({layout.pipeline_model_parallel_size}) must divide the world size ({layout.world_size})"
+    )
+
+
+def _divides_ranks(layout: Layout) -> bool:
+    sizes = layout.expert_model_parallel_size, layout.expert_tensor_parallel_size, layout.pipeline_model_parallel_size
+    return layout.world_size % math.prod(sizes) == 0
 
 
 def _expert_sizes(layout: Layout) -> list[tuple[str, int]]:
-    return [(flag, getattr(layout, flag)) for flag in ("expert_model_parallel_size", "expert_tensor_parallel_size")]
+    flags = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+    return [(flag, getattr(layout, flag)) for flag in flags if getattr(layout, flag) > 1]
 
 
 def expert_size_notes(layout: Layout, model: ModelShape) -> list[str]:
     """Return a note on expert parallelism of a model without experts."""
-    given = [f"--{flag} {size}" for flag, size in _expert_sizes(layout) if size > 1]
+    given = " ".join(f"--{flag} {size}" for flag, size in _expert_sizes(layout))
     if model.experts is not None or not given:
         return []
-    return [f"{' '.join(given)}: without effect, because {model.name} has no experts"]
+    return [f"{given}: without effect, because {model.name} has no experts"]
 
 
-def _vllm_faults(layout: Layout, model: ModelShape) -> Faults:
-    def divides_heads(size: int) -> bool:
-        heads, kv_heads = model.attention_heads or size, model.kv_heads or size
-        if any(linear_heads % size for linear_heads in model.linear_heads):
-            return False
-        return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
-
-    sizes = range(1, layout.world_size + 1)
-    valid = [size for size in sizes if layout.world_size % size == 0 and divides_heads(size)]
-    if layout.vllm_tensor_parallel_size not in valid:
-        linear = ", ".join(map(str, model.linear_heads))
-        yield (
-            f"vllm_tensor_parallel_size ({layout.vllm_tensor_parallel_size}) must divide world size "
-            f"({layout.world_size}), num_attention_heads ({model.attention_heads}) and num_key_value_heads "
-            f"({model.kv_heads}, or be a multiple of it)"
-            f"{f' and the linear attention heads ({linear})' if linear else ''} of {model.name}"
-            f"{_advice('vllm_tensor_parallel_size', valid)}"
-        )
-
-
-def _valid_sizes(layout: Layout, flag: str, fits_model: Callable[[int], bool]) -> list[int]:
-    """Return the values of a flag that fit the model and divide the world size, with the other flags unchanged."""
-    flags = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    rest = math.prod(getattr(layout, other) for other in flags if other != flag)
-    return [n for n in range(1, layout.world_size + 1) if layout.world_size % (n * rest) == 0 and fits_model(n)]
-
-
-def _advice(flag: str, valid: Sequence[int]) -> str:
-    return f"; use --{flag} {' or '.join(map(str, valid))}" if valid else ""
+def _vllm_problem(layout: Layout, model: ModelShape) -> str | None:
+    size = layout.vllm_tensor_parallel_size
+    heads, kv_heads = model.attention_heads or size, model.kv_heads or size
+    divided = (layout.world_size, heads, *model.linear_heads)
+    if not any(number % size for number in divided) and (kv_heads % size == 0 or size % kv_heads == 0):
+        return None
+    linear = ", ".join(map(str, model.linear_heads))
+    return (
+        f"must divide world size ({layout.world_size}), num_attention_heads ({model.attention_heads}) and "
+        f"num_key_value_heads ({model.kv_heads}, or be a multiple of it)"
+        f"{f' and the linear attention heads ({linear})' if linear else ''} of {model.name}"
+    )
 
 
 # ---- the schedule of a virtual pipeline

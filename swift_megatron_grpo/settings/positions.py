@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from swift_megatron_grpo.settings.flag import Faults, Flags, rule
+from swift_megatron_grpo.settings.flag import Faults, Flags, rule_as_typed
 
 _EXAMPLE = """--rope_scaling '{"rope_type": "yarn", "factor": 4}'"""
 TYPES = ("default", "linear", "llama3", "yarn")  # that do not depend on the length of a sequence
 
 
-@dataclass(frozen=True, kw_only=True)
 class Positions(Flags):
     """Scaling of positions, for trainer and vLLM alike.
 
@@ -24,7 +22,7 @@ class Positions(Flags):
     rope_scaling: Any  # JSON or only a type; a mapping once ms-swift has resolved it
     max_model_len: int | None
 
-    @rule(before_resolution=True)  # ms-swift fills in the scaling of config.json
+    @rule_as_typed  # ms-swift fills in the scaling of config.json
     def trainer_and_vllm_compute_the_same_positions(self) -> Faults:
         value, scaling = self.rope_scaling, self.scaling
         if not value:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from swift_megatron_grpo.settings.flag import Faults, Flags, flag, rule
 
 
-@dataclass(frozen=True, kw_only=True)
 class Recording(Flags):
     """Folders of recorded rollouts; the loop reads and writes them."""
 
@@ -29,6 +27,7 @@ class Recording(Flags):
         "Generate, grade and write the rollouts of this run (--rollout_dump) with the initial weights, "
         "without training. Default: false.",
     )
+    resume: str = "never"
 
     @rule
     def a_replay_is_not_copied(self) -> Faults:
@@ -49,6 +48,11 @@ class Recording(Flags):
             )
 
     @property
+    def continues(self) -> bool:
+        """True if what an earlier run has left in the folders of this run is continued."""
+        return self.resume != "never"
+
+    @property
     def dump(self) -> Path | None:
         return _absolute(self.rollout_dump)
 
@@ -57,7 +61,6 @@ class Recording(Flags):
         return _absolute(self.rollout_replay)
 
 
-@dataclass(frozen=True, kw_only=True)
 class CompletionLogging(Flags):
     """The log of completions, in the run's folder and in trackers; the loop writes it."""
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from swift_megatron_grpo.settings.adapter import Adapter
 from swift_megatron_grpo.settings.batches import Batches
-from swift_megatron_grpo.settings.facts import ModelShape
 from swift_megatron_grpo.settings.flag import Faults, Flags, flag, rule
-from swift_megatron_grpo.settings.layout import Layout
+from swift_megatron_grpo.settings.layout import Layout, ModelShape
 from swift_megatron_grpo.settings.parallel import faults_of_layout
 
 
-@dataclass(frozen=True, kw_only=True)
 class Reference(Flags):
     """The source of the reference, and the layout of a copy: a size that is left out is as in training."""
 

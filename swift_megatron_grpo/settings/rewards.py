@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Annotated
 
 from swift_megatron_grpo.settings.config import BadRewardPolicy
@@ -11,7 +10,6 @@ from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, flag, rule
 from swift_megatron_grpo.settings.servers import Servers
 
 
-@dataclass(frozen=True, kw_only=True)
 class Rewards(Flags):
     """Reward functions and weights; grading reads them. Their names are checked against ms-swift's registry."""
 

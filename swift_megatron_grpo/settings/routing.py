@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from swift_megatron_grpo.settings.facts import ModelShape
 from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, flag, rule
+from swift_megatron_grpo.settings.layout import ModelShape
 
 # R2: the experts of the trainer before the first update of a rollout are replayed. R3: those of the engine.
 RouterReplay = Literal["disabled", "R2", "R3"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Routing(Flags):
     """Router replay; generation, the loop and the passes of training read it."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, Range, flag, rule
@@ -10,7 +9,6 @@ from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, Range, fla
 UnreadTensors = Literal["stop", "warn"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Duration(Flags):
     """Length of a run, and intervals of logs and checkpoints."""
 
@@ -27,7 +25,6 @@ class Duration(Flags):
             yield "the length of training is not set; use --num_train_epochs 1 or --train_iters 100"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Checkpoints(Flags):
     """Checkpoints that a run loads and saves."""
 
@@ -61,7 +58,6 @@ class Checkpoints(Flags):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class Data(Flags):
     """Rows of the datasets, and the order of the training prompts."""
 
@@ -83,7 +79,6 @@ class Data(Flags):
         return self.data_seed
 
 
-@dataclass(frozen=True, kw_only=True)
 class Check(Flags):
     """A check of the settings without training; cli/check reads it."""
 

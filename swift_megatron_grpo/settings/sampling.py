@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from swift_megatron_grpo.settings.config import SamplingConfig
-from swift_megatron_grpo.settings.flag import Above, AtLeast, Faults, Flags, Range, flag, rule
+from swift_megatron_grpo.settings.flag import Above, AtLeast, Faults, Flags, Range, as_typed, flag, rule
 
 _LEAST_TEMPERATURE = 0.01  # vLLM samples at this temperature below it
 _SHARE = Range(0, 1.0, high=1, above_low=True)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Sampling(Flags):
     """Sampling and length of completions; generation reads it, and the loss the temperature."""
 
@@ -88,19 +87,6 @@ class Sampling(Flags):
         ]
 
 
-# What the flags of evaluation are if they say nothing; another value needs a dataset to evaluate.
-_SILENT: Mapping[str, Any] = {
-    "eval_before_train": False,
-    "eval_names": None,
-    "eval_temperature": None,
-    "eval_top_p": None,
-    "eval_max_completion_length": None,
-    "eval_correct_reward": None,
-    "eval_correct_from": 1.0,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
 class Evaluation(Flags):
     """Evaluation of the validation datasets; the loop reads it."""
 
@@ -148,10 +134,8 @@ class Evaluation(Flags):
 
     @rule
     def something_is_evaluated(self) -> Faults:
-        given = [name for name, silent in _SILENT.items() if getattr(self, name) != silent]
-        for name in given[:1]:
-            value = getattr(self, name)
-            text = f"--{name} {' '.join(value) if isinstance(value, list) else str(value).lower()} has no effect"
+        for name in self.changed("eval_")[:1]:
+            text = f"{name} {as_typed(getattr(self, name[2:]))} has no effect"
             if self.rollout_only:
                 yield f"{text} with --rollout_only true, which does not evaluate; leave one out"
             elif self.eval_iters == 0:

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import field
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from swift_megatron_grpo.settings.config import RemoteTurnsConfig
-from swift_megatron_grpo.settings.facts import DataShape
 from swift_megatron_grpo.settings.flag import Above, AtLeast, Faults, Flags, Range, flag, rule
+from swift_megatron_grpo.settings.layout import DataShape
 
 DEFAULT_PORT = 8000
-# flags of servers, with the values at which they say nothing
-_SILENT: Mapping[str, Any] = {
-    "vllm_server_base_url": None,
-    "vllm_server_host": None,
-    "vllm_server_port": [DEFAULT_PORT],
-    "vllm_server_timeout": 240.0,
-    "vllm_server_group_port": None,
-    "vllm_server_pass_dataset": False,
-}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Servers(Flags):
     """Addresses and time limits of rollout servers, and the conversations that they conduct; generation reads them."""
 
@@ -32,11 +22,11 @@ class Servers(Flags):
         "Where vLLM runs: in the training processes (colocate), or behind `swift rollout` (server). ms-swift "
         "has no default, and stops without one. Default: colocate.",
     )
-    vllm_server_base_url: list[str] | None
-    vllm_server_host: list[str] | None
-    vllm_server_port: list[int]
-    vllm_server_group_port: list[int] | int | None
-    vllm_server_timeout: Annotated[float, Above(0, use=240)]
+    vllm_server_base_url: list[str] | None = None
+    vllm_server_host: list[str] | None = None
+    vllm_server_port: list[int] = field(default_factory=lambda: [DEFAULT_PORT])
+    vllm_server_group_port: list[int] | int | None = None
+    vllm_server_timeout: Annotated[float, Above(0, use=240)] = 240.0
     vllm_request_timeout: Annotated[float, Above(0, use=3600)] = flag(
         3600.0,
         "Time limit in seconds for a rollout server to complete one request or to load new weights; a "
@@ -44,7 +34,7 @@ class Servers(Flags):
         "time in the queue included; with several turns, longer than the longest conversation. Default: 3600.",
         example="7200",
     )
-    vllm_server_pass_dataset: bool
+    vllm_server_pass_dataset: bool = False
     multi_turn_scheduler: str | None
     max_turns: int | None
     gym_env: str | None
@@ -54,15 +44,41 @@ class Servers(Flags):
 
     @rule
     def flags_of_servers_need_servers(self) -> Faults:
-        given = [f"--{name}" for name, silent in _SILENT.items() if getattr(self, name) not in (silent, {})]
+        given = self.changed("vllm_server_")
         if given and not self.used:
             yield f"{given[0]} requires --vllm_mode server; set that as well, or leave {given[0]} out"
 
     @rule
     def addresses_are_complete(self) -> Faults:
-        if self.used:
-            yield from self._faults_of_urls()
-            yield from _faults_of_group_ports(self.vllm_server_group_port, len(self.urls))
+        if not self.used:
+            return
+        hosts, ports = self.vllm_server_host or [], self.vllm_server_port
+        if not self.vllm_server_base_url and not hosts:
+            yield (
+                "--vllm_mode server needs the address of a running `swift rollout`; use --vllm_server_host 127.0.0.1 "
+                f"--vllm_server_port {DEFAULT_PORT}, or --vllm_server_base_url http://127.0.0.1:{DEFAULT_PORT}"
+            )
+        if not self.vllm_server_base_url and hosts and len(ports) != len(hosts):
+            yield (
+                f"--vllm_server_port has {len(ports)} values for the {len(hosts)} of --vllm_server_host; use one for "
+                f"each host: --vllm_server_port {' '.join(str(ports[0]) for _ in hosts)}"
+            )
+        for port in [port for port in ports if not 0 < port < 2**16][:1]:
+            yield f"--vllm_server_port {port} is not a port (1 to 65535); use --vllm_server_port {DEFAULT_PORT}"
+        for url in self.urls if self.vllm_server_base_url else ():
+            if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+                yield (
+                    f"--vllm_server_base_url {url} is not the address of a server; use the form "
+                    f"http://HOST:{DEFAULT_PORT}"
+                )
+        for url in sorted({url for url in self.urls if self.urls.count(url) > 1}):
+            yield f"the rollout server {url} is listed twice; list every server once"
+        group_ports = len(_listed(self.vllm_server_group_port))
+        if group_ports > 1 and group_ports != len(self.urls):
+            yield (
+                f"--vllm_server_group_port has {group_ports} values for {len(self.urls)} servers; use one for each, "
+                "only the first one, or leave it out"
+            )
 
     @rule
     def a_replay_needs_no_servers(self) -> Faults:
@@ -106,31 +122,7 @@ class Servers(Flags):
             return None
         return RemoteTurnsConfig(typed, self.multi_turn_scheduler, self.max_turns, self.gym_env)
 
-    def _faults_of_urls(self) -> Faults:
-        hosts, ports = self.vllm_server_host or [], self.vllm_server_port
-        if not self.vllm_server_base_url and not hosts:
-            yield (
-                "--vllm_mode server needs the address of a running `swift rollout`; use --vllm_server_host 127.0.0.1 "
-                f"--vllm_server_port {DEFAULT_PORT}, or --vllm_server_base_url http://127.0.0.1:{DEFAULT_PORT}"
-            )
-        if not self.vllm_server_base_url and hosts and len(ports) != len(hosts):
-            yield (
-                f"--vllm_server_port has {len(ports)} values for the {len(hosts)} of --vllm_server_host; use one for "
-                f"each host: --vllm_server_port {' '.join(str(ports[0]) for _ in hosts)}"
-            )
-        for port in [port for port in ports if not 0 < port < 2**16][:1]:
-            yield f"--vllm_server_port {port} is not a port (1 to 65535); use --vllm_server_port {DEFAULT_PORT}"
-        for url in self.urls if self.vllm_server_base_url else ():
-            if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-                yield (
-                    f"--vllm_server_base_url {url} is not the address of a server; use the form "
-                    f"http://HOST:{DEFAULT_PORT}"
-                )
-        for url in sorted({url for url in self.urls if self.urls.count(url) > 1}):
-            yield f"the rollout server {url} is listed twice; list every server once"
 
-
-@dataclass(frozen=True, kw_only=True)
 class ApiKey(Flags):
     """The key of the servers: in a class of its own, because no class with it may be written or printed."""
 
@@ -143,15 +135,6 @@ class ApiKey(Flags):
     )
 
 
-def _faults_of_group_ports(given: list[int] | int | None, servers: int) -> Faults:
-    ports = _listed(given)
-    if len(ports) > 1 and len(ports) != servers:
-        yield (
-            f"--vllm_server_group_port has {len(ports)} values for {servers} servers; use one for each, only the "
-            "first one, or leave it out"
-        )
-
-
 def _listed(ports: Iterable[int] | int | None) -> list[int]:
     return [ports] if isinstance(ports, int) else list(ports or [])
 
@@ -162,44 +145,24 @@ def _url_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-# flags of a vLLM inside the training processes, with ms-swift's defaults
-_OF_ENGINE: Mapping[str, Any] = {
-    "vllm_gpu_memory_utilization": 0.9,
-    "vllm_tensor_parallel_size": 1,
-    "vllm_max_model_len": None,
-    "vllm_max_num_seqs": None,
-    "vllm_enforce_eager": False,
-    "vllm_enable_prefix_caching": True,
-    "vllm_disable_cascade_attn": False,
-    "vllm_limit_mm_per_prompt": None,
-    "vllm_mm_processor_cache_gb": None,
-    "vllm_engine_kwargs": None,
-    "sleep_level": 0,
-    "offload_model": False,
-    "offload_optimizer": False,
-    "offload_grad": False,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
 class Engine(Flags):
     """vLLM in the training processes; generation reads it."""
 
     vllm_mode: str | None
-    vllm_gpu_memory_utilization: Annotated[float, Range(0, 0.5, high=1, above_low=True)]
-    vllm_tensor_parallel_size: int
-    vllm_max_model_len: int | None
-    vllm_max_num_seqs: Annotated[int | None, AtLeast(1, use=256)]
-    vllm_enforce_eager: bool
-    vllm_enable_prefix_caching: bool
-    vllm_disable_cascade_attn: bool
-    vllm_limit_mm_per_prompt: Any
-    vllm_mm_processor_cache_gb: Annotated[float | None, AtLeast(0, use=4)]
-    vllm_engine_kwargs: Any
-    sleep_level: int
-    offload_model: bool
-    offload_optimizer: bool
-    offload_grad: bool
+    vllm_gpu_memory_utilization: Annotated[float, Range(0, 0.5, high=1, above_low=True)] = 0.9
+    vllm_tensor_parallel_size: int = 1
+    vllm_max_model_len: int | None = None
+    vllm_max_num_seqs: Annotated[int | None, AtLeast(1, use=256)] = None
+    vllm_enforce_eager: bool = False
+    vllm_enable_prefix_caching: bool = True
+    vllm_disable_cascade_attn: bool = False
+    vllm_limit_mm_per_prompt: Any = None
+    vllm_mm_processor_cache_gb: Annotated[float | None, AtLeast(0, use=4)] = None
+    vllm_engine_kwargs: Any = None
+    sleep_level: int = 0
+    offload_model: bool = False
+    offload_optimizer: bool = False
+    offload_grad: bool = False
 
     @rule
     def rows_fit_the_limit_of_images(self, rows: DataShape) -> Faults:
@@ -214,8 +177,7 @@ class Engine(Flags):
 
     def notes(self) -> list[str]:
         """Return a note for the start-up log on flags without effect."""
-        given = [f"--{name}" for name, silent in _OF_ENGINE.items() if getattr(self, name) not in (silent, {})]
-        moved = [f"--{name}" for name in ("offload_model", "offload_optimizer", "offload_grad") if getattr(self, name)]
+        given, moved = self.changed(), self.changed("offload_")
         if given and self.vllm_mode == "server":
             server = "where the flags of `swift rollout` apply"
             return [f"{', '.join(given)}: without effect with --vllm_mode server, {server}"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Annotated
 
 from swift_megatron_grpo.settings.flag import Above, AtLeast, Faults, Flags, flag, rule
@@ -11,7 +10,6 @@ from swift_megatron_grpo.settings.flag import Above, AtLeast, Faults, Flags, fla
 _MOST_TRACED = 100
 
 
-@dataclass(frozen=True, kw_only=True)
 class TimeLimits(Flags):
     """Time limits of a run; the loop, grading and the watchdog read them."""
 
@@ -47,7 +45,6 @@ class TimeLimits(Flags):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
 class Trace(Flags):
     """The optimizer steps that the loop traces."""
 

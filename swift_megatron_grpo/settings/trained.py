@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
 
-from swift_megatron_grpo.settings.flag import Above, AtLeast, Faults, Flags, Range, as_typed, flag, rule
+from swift_megatron_grpo.settings.flag import Above, AtLeast, Faults, Flags, Range, as_typed, flag, rule, rule_as_typed
 
 _DTYPES = ("auto", "bfloat16", "bf16", "float16", "fp16", "half", "float32", "fp32", "float")
 _ONLY_FULL = (
-    "freeze_parameters_ratio",
-    "freeze_parameters_regex",
-    "trainable_parameters",
-    "trainable_parameters_regex",
-)
+    "freeze_parameters_ratio", "freeze_parameters_regex", "trainable_parameters", "trainable_parameters_regex",
+)  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
 class Trained(Flags):
     """Flags that choose what is trained: they must leave something to train, and do what they name."""
 
@@ -51,7 +46,7 @@ class Trained(Flags):
         flags = ("freeze_parameters", "freeze_parameters_regex", "freeze_parameters_ratio")
         return " ".join(f"--{flag} {as_typed(getattr(self, flag))}" for flag in flags if getattr(self, flag))
 
-    @rule(before_resolution=True)
+    @rule_as_typed
     def patterns_are_regular_expressions(self) -> Faults:
         """ms-swift logs a warning for one that it cannot read, and continues without it."""
         for name in ("freeze_parameters_regex", "trainable_parameters_regex", "target_regex"):
@@ -64,7 +59,7 @@ class Trained(Flags):
                     rf"accepts, for example --{name} 'layers\.[0-3]\.', or leave it out"
                 )
 
-    @rule(before_resolution=True)
+    @rule_as_typed
     def some_weights_are_trained(self) -> Faults:
         given = [name for name in _ONLY_FULL if getattr(self, name)]
         if self.tuner_type != "full" and given:
@@ -125,19 +120,12 @@ def _finds(pattern: str, text: str) -> bool:
         return False
 
 
-_IN_MEGATRON: Mapping[str, str] = {  # by names of transformers
-    "q_proj": "linear_qkv",
-    "k_proj": "linear_qkv",
-    "v_proj": "linear_qkv",
-    "qkv_proj": "linear_qkv",
-    "o_proj": "linear_proj",
-    "gate_proj": "linear_fc1",
-    "up_proj": "linear_fc1",
-    "gate_up_proj": "linear_fc1",
-    "down_proj": "linear_fc2",
-    "embed_tokens": "all-embedding",
-    "lm_head": "output_layer",
-}
+# by names of transformers
+_IN_MEGATRON: Mapping[str, str] = {
+    "q_proj": "linear_qkv", "k_proj": "linear_qkv", "v_proj": "linear_qkv", "qkv_proj": "linear_qkv",
+    "o_proj": "linear_proj", "gate_proj": "linear_fc1", "up_proj": "linear_fc1", "gate_up_proj": "linear_fc1",
+    "down_proj": "linear_fc2", "embed_tokens": "all-embedding", "lm_head": "output_layer",
+}  # fmt: skip
 
 
 def check_target_modules(typed: object) -> None:
@@ -152,7 +140,6 @@ def check_target_modules(typed: object) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class Kernels(Flags):
     """The kernels of the model's layers, and what they recompute."""
 
@@ -195,7 +182,6 @@ class Kernels(Flags):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
 class Offloading(Flags):
     """State that may leave the GPU while vLLM generates; offload_model includes the frozen reference."""
 

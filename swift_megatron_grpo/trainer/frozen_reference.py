@@ -26,11 +26,12 @@ def load_frozen_reference(args: GRPOArguments, config: GRPOConfig, template: Tem
         return None
     layout = None if settings.layout is None else ReferenceLayout(settings.layout, args.ddp_timeout // 60)
     with nullcontext() if layout is None else layout.active():
-        models = get_mcore_model(args.with_reference_sizes(), template.config)
+        of_copy = args.of_reference()
+        models = get_mcore_model(of_copy, template.config)
         for model in models:
             model.to(torch.cuda.current_device())
         if settings.in_megatron_format:
-            load_mcore_checkpoint(args.for_reference_checkpoint(), models, load_arg="mcore_ref_model")
+            load_mcore_checkpoint(of_copy, models, load_arg="mcore_ref_model")
         else:
             folder = safe_snapshot_download(settings.model_dir, use_hf=args.use_hf, hub_token=args.hub_token)
             with every_tensor_read(models[0].config, args.unread_tensors):

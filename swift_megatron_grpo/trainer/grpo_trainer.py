@@ -8,24 +8,17 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 from swift.megatron.trainers.base import BaseMegatronTrainer
 from swift.megatron.utils.megatron_lm_utils import is_empty_async_queue
-from swift.rlhf_trainers.utils import resolve_reward_funcs
 from swift.template import Template
 from swift.utils import JsonlWriter, get_logger, is_master
 
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
-from swift_megatron_grpo.arguments.to_config import configure, configure_server
 from swift_megatron_grpo.data.image_reader import ImageReader
-from swift_megatron_grpo.generation.local.engine_settings import check_engine_settings
-from swift_megatron_grpo.generation.remote.engine import RemoteVllm
-from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
-from swift_megatron_grpo.grading.rewards import RewardFunctions, gym_reward
 from swift_megatron_grpo.loop.assemble import (
     LoadedModels,
     RunInputs,
@@ -36,21 +29,12 @@ from swift_megatron_grpo.loop.assemble import (
 from swift_megatron_grpo.loop.evaluation import Evaluation
 from swift_megatron_grpo.loop.step import GRPOLoop
 from swift_megatron_grpo.output.checkpoints.saving import CheckpointWriter, in_order_of_removal
-from swift_megatron_grpo.output.disk.folder_lock import LockedFolders
 from swift_megatron_grpo.runtime.failures import SharedFailure
-from swift_megatron_grpo.runtime.parallel import Coordinator, RankPosition
+from swift_megatron_grpo.runtime.parallel import RankPosition
 from swift_megatron_grpo.runtime.stopping.report import StoppedBySignal, last_line
-from swift_megatron_grpo.runtime.stopping.request import StopRequest
-from swift_megatron_grpo.settings.recording import Recording
-from swift_megatron_grpo.settings.rewards import Rewards
 from swift_megatron_grpo.settings.trained import Trained
 from swift_megatron_grpo.trainer.frozen_reference import load_frozen_reference
-from swift_megatron_grpo.trainer.run_checkpoints import (
-    check_loaded,
-    checkpoint_writer,
-    next_save,
-    resumed_from,
-)
+from swift_megatron_grpo.trainer.start import Start, checkpoint_writer, next_save, resumed_from
 from swift_megatron_grpo.training.engine import MegatronEngine
 from swift_megatron_grpo.training.layers.attention_check import check_attention
 from swift_megatron_grpo.training.preparation import prepare_trained
@@ -81,34 +65,13 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     checkpoints: CheckpointWriter
     evaluation: Evaluation  # with validation datasets only
 
-    def __init__(self, args: GRPOArguments, template: Template, vllm_client: None = None) -> None:
-        functions, names = resolve_reward_funcs(args.reward_funcs, args=args)  # may fail: before the model loads
-        self.coordinator = Coordinator(timedelta(seconds=args.ddp_timeout))
-        self._locked = LockedFolders(args.output_dir, args.of(Recording).dump, self.coordinator)
-        check_loaded(args, template, self.coordinator)
-        self.stop = StopRequest(self.coordinator, args.stop_grace)
-        self.remote = self._connect_to_servers(args)
-        if args.of(Rewards).by_environment:
-            functions = [*functions, gym_reward]
-            names = [*names, gym_reward.__name__]
-        self.settings = configure(args)
-        if self.settings.server is None and self.settings.recording.replay is None:
-            check_engine_settings(self.settings.vllm)
-        self.rewards = RewardFunctions(names, functions)
+    def __init__(self, args: GRPOArguments, template: Template, vllm_client: Start) -> None:
+        """Build the models. `vllm_client`: ms-swift's name for what plugin/register.py prepares."""
+        self.settings, self.rewards, self.remote = vllm_client.settings, vllm_client.rewards, vllm_client.servers
+        self.coordinator, self.stop, self._locked = vllm_client.coordinator, vllm_client.stop, vllm_client.locked
         self._merged = ExitStack()
         self._is_set_up = False
         super().__init__(args, template)
-
-    def _connect_to_servers(self, args: GRPOArguments) -> RemoteVllm | None:
-        """Check the rollout servers before the model loads; None: vLLM runs in the training processes."""
-        config = configure_server(args)
-        if config is None:
-            return None
-        transport = WeightSender(torch.device(torch.cuda.current_device()), config.bucket_bytes)
-        remote = RemoteVllm(config, transport, self.coordinator.rank, self.stop.raise_if_out_of_time)
-        environments_grade = self.coordinator.all_gather_or_raise(remote.check, "reaching the rollout servers")
-        args.set_grading_of_servers(any(environments_grade))
-        return remote
 
     # ---- called by the parent class during construction
 
@@ -138,7 +101,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             args.megatron_extra_kwargs,
         )
         self._kept = keep_untrained_tensors(self.bridge, self.config, args.model_dir, args.save_missing_weights)
-        for line in filter(None, (note, self._kept.note if args.saves_whole_model else None)):
+        for line in filter(None, (note, self._kept.note if args.tuner_type == "full" or args.merge_lora else None)):
             logger.info(line)
         return peft_models
 
@@ -161,7 +124,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.loop = self._build_loop(train_dataset)
         steps_done = self.state.iteration
         self.checkpoints = checkpoint_writer(self.args, self.template, train_dataset, self.coordinator, steps_done)
-        if not self.settings.recording.only:
+        if not self.settings.recording.rollout_only:
             self.checkpoints.announce_size(next_save(self.args, steps_done), self._checkpoint_bytes())
         self._is_set_up = True
         if val_dataset is not None:
@@ -240,7 +203,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     def train(self, train_dataset: Any, val_dataset: Any) -> None:
         try:
-            if self.settings.recording.only:
+            if self.settings.recording.rollout_only:
                 self._generate_only(train_dataset)
             else:
                 super().train(train_dataset, val_dataset)
@@ -309,7 +272,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def _save_last_step(self) -> str | None:
         """Save a checkpoint of the last complete step, unless there is one. Return its folder; None without a step."""
         step = self.state.iteration
-        if self.settings.recording.only or step == self._start_iteration:
+        if self.settings.recording.rollout_only or step == self._start_iteration:
             return None
         folder = os.path.join(self.args.output_dir, f"checkpoint-{step}")
         if self.state.last_model_checkpoint != folder:

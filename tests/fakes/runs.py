@@ -28,10 +28,10 @@ from swift_megatron_grpo.settings.config import (
     GradingConfig,
     GRPOConfig,
     LossConfig,
-    RecordingConfig,
     SamplingConfig,
 )
 from swift_megatron_grpo.settings.losses import Kl
+from swift_megatron_grpo.settings.recording import Recording
 from swift_megatron_grpo.settings.routing import RouterReplay, Routing
 from swift_megatron_grpo.types import ExpertRows, Graded, Sample, TokenValues
 from tests.fakes.generation import Engine
@@ -163,8 +163,8 @@ def fake_run(
         num_iterations=num_iterations, max_staleness=max_staleness, top_entropy_quantile=top_entropy_quantile,
         grading=GradingConfig(GROUP, ("length",), (1.0,), "group", "stop", max_resample_times=max_resample),
         deadlines=SimpleNamespace(reward_timeout=None), sampling=SAMPLING, evaluation=EVALUATION,
-        routing=routing or routing_of(), recording=RecordingConfig(dump=dump, continues=True),
-        loss=loss, kl=kl or kl_of(), logprobs_interval=2,
+        routing=routing or routing_of(), recording=Recording(rollout_dump=dump and str(dump), resume="auto"),
+        typed=(), vocabulary=99, loss=loss, kl=kl or kl_of(), rollout_logprobs_interval=2,
     )  # fmt: skip
 
     def length(completions: list[str], **columns: Any) -> list[float]:

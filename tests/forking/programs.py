@@ -61,7 +61,7 @@ def preload_trainer() -> None:
         "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
         "transformers.models.qwen4_exp.configuration_qwen4_exp",
         "transformers.models.glm5_next.configuration_glm5_next",
-        "swift_megatron_grpo.arguments.flag_names",
+        "swift_megatron_grpo.arguments.command_line",
         "qwen_vl_utils",
         "datasets",
         "pandas",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from swift_megatron_grpo.settings.config import LossConfig
-from swift_megatron_grpo.settings.losses import NO_CORRECTION, Fipo
+from swift_megatron_grpo.settings.losses import Correction, Fipo
 from swift_megatron_grpo.training.loss import LOSSES
 
 LENGTHS = [5, 1, 9, 3, 2, 7, 4, 6]
@@ -32,7 +32,7 @@ def _cases() -> dict[str, Case]:
             cases[f"{name}-{level}"] = Case(replace(plain, level=level), seed)
         cases[f"{name}-quantile"] = Case(plain, seed, quantile=0.4)
         cases[f"{name}-off-policy-mask"] = Case(
-            replace(plain, correction=replace(NO_CORRECTION, off_policy_sequence_mask_delta=0.02)), seed
+            replace(plain, correction=Correction(off_policy_sequence_mask_delta=0.02)), seed
         )
         if name != "real":  # here the completion is excluded from REAL's sums; ms-swift includes it with a score of 0
             cases[f"{name}-overlong"] = Case(plain, seed, truncated=(2, 5), overlong_filter=True)
@@ -42,8 +42,7 @@ def _cases() -> dict[str, Case]:
         cases[mode] = Case(
             replace(
                 PLAIN,
-                correction=replace(
-                    NO_CORRECTION,
+                correction=Correction(
                     rollout_importance_sampling_mode=mode,
                     rollout_importance_sampling_threshold=1.1,
                     log_rollout_offpolicy_metrics=True,

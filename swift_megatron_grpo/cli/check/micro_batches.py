@@ -10,8 +10,7 @@ from swift_megatron_grpo.cli.estimate.activations import Tokens
 from swift_megatron_grpo.cli.estimate.vision_tower import ImageTokens
 from swift_megatron_grpo.packing.bundles import Group, SampleWork, gain_of, plan_within, shared_if_worth_it
 from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count, room_of
-from swift_megatron_grpo.settings.batch_sizes import BatchSizes
-from swift_megatron_grpo.settings.batches import MicroBatches
+from swift_megatron_grpo.settings.batches import BatchSizes, MicroBatches
 from swift_megatron_grpo.settings.layout import Layout
 
 Sample = tuple[int, int]  # tokens, and those of its completion

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from math import prod
 
-from swift_megatron_grpo.settings.layout import Layout, parse_stages
+from swift_megatron_grpo.settings.layout import Layout, layers_of_stages
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # The part of a vision tower that turns its output into rows of the language model, with its own flags.
@@ -154,23 +154,3 @@ def stages_of(layout: Layout, layers: int) -> list[Stage]:
         )
         for rank in range(pipeline)
     ]
-
-
-def layers_of_stages(layout: Layout, layers: int) -> list[int]:
-    """Return the number of layers of every stage, in the order of the model; ranks take turns in a virtual pipeline."""
-    pipeline, virtual = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
-    if layout.stages is not None:
-        return [stage.count("t") for stage in parse_stages(layout.stages)]
-    first, last = layout.first_stage_layers, layout.last_stage_layers
-    given = [size for size in (first, last) if size is not None]
-    places = pipeline - len(given)
-    middle = (layers - sum(given) + layout.extra_layers) // places if places > 0 else 0
-    ranks = [middle] * pipeline
-    if layout.extra_layers:  # the embedding and the loss count as layers of the first and of the last stage
-        ranks[0] -= 1
-        ranks[-1] -= layout.extra_layers - 1
-    if first is not None:
-        ranks[0] = first
-    if last is not None:
-        ranks[-1] = last
-    return [ranks[rank] // virtual for _ in range(virtual) for rank in range(pipeline)]

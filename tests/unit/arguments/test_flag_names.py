@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from swift_megatron_grpo.arguments.flag_names import RENAMED, check_flag_names, known_flags
+from swift_megatron_grpo.arguments.command_line import RENAMED, check_typed, known_flags
 
 
 def refuse(*command_line: str) -> list[str]:
     with pytest.raises(ValueError) as caught:
-        check_flag_names(command_line)
+        check_typed(command_line)
     return str(caught.value).splitlines()
 
 
@@ -41,15 +41,14 @@ def test_misspelt_flags_get_the_nearest_names() -> None:
 
 def test_what_the_parser_accepts_is_accepted() -> None:
     """Abbreviations, dashes, negations, and values that look like flags but have a space."""
-    check_flag_names(
+    check_typed(
         ["--help", "--temperat", "1", "--max-turns=3", "--no_use_vllm", "--system", "-- be brief", "x", "--top_k", "-1"]
     )
 
 
-def test_known_flags_are_those_of_the_parser() -> None:
-    from transformers import HfArgumentParser
-
-    from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
-
-    options = HfArgumentParser([GRPOArguments])._option_string_actions
-    assert known_flags() == {option[2:].replace("-", "_") for option in options} - {"", "h"}
+def test_numbers_must_be_finite() -> None:
+    assert refuse("--delta", "nan", "--entropy_coef", "nan", "--moe_aux_loss_coeff", "0", "inf") == [
+        "--delta nan is not a finite number; leave it out",
+        "--entropy_coef nan is not a finite number; use --entropy_coef 0.0",
+        "--moe_aux_loss_coeff inf is not a finite number; leave it out",
+    ]

@@ -16,12 +16,10 @@ from swift_megatron_grpo.arguments.models import (
     check_composite,
     check_flash_attention,
     check_kernels,
-    check_language_model,
-    text_only_limits,
 )
 from swift_megatron_grpo.platforms.attention_packages import fault_of_delta_rule
 
-FROZEN = {"freeze_llm": False, "freeze_vit": True, "freeze_aligner": True, "stock_trainer": "ms-swift's own trainer"}
+FROZEN = (False, True, True)
 LINEAR, FULL = "linear_attention", "full_attention"
 
 
@@ -37,19 +35,18 @@ def test_every_type_of_mcore_bridge_is_supported_or_refused_with_a_reason() -> N
 
 @pytest.mark.parametrize("model_type", COMPOSITE)
 def test_text_of_a_supported_type_is_trained_with_frozen_towers(model_type: str) -> None:
-    check_composite("m", model_type, **FROZEN)
-    assert text_only_limits(model_type) == {"image": 0, "video": 0}
+    check_composite("m", {"model_type": model_type, "text_config": {"model_type": "qwen3"}}, FROZEN)
 
 
 @pytest.mark.parametrize("model_type", [*REFUSED_COMPOSITE, "mystery_vl"])
 def test_another_type_is_refused_by_name(model_type: str) -> None:
     with pytest.raises(ValueError, match=f"{model_type} is a model with an image.*: .*use a text model.*qwen3_5"):
-        check_composite("m", model_type, **FROZEN)
+        check_composite("m", {"model_type": model_type}, FROZEN)
 
 
 def test_an_internvl_needs_a_language_model_with_which_it_was_compared() -> None:
     def check(model_type: str, language: dict[str, Any]) -> None:
-        check_language_model("m", {"model_type": model_type, "text_config": language}, "ms-swift's own trainer")
+        check_composite("m", {"model_type": model_type, "text_config": language}, FROZEN)
 
     for kind in INTERNVL_LANGUAGES:
         check("internvl", {"model_type": kind})
@@ -58,13 +55,14 @@ def test_an_internvl_needs_a_language_model_with_which_it_was_compared() -> None
         check("internvl", {"model_type": "gpt_oss"})
 
 
-@pytest.mark.parametrize(("flag", "value"), [("freeze_llm", False), ("freeze_vit", False), ("freeze_aligner", False)])
-def test_one_part_at_least_is_trained(flag: str, value: bool) -> None:
-    check_composite("m", "qwen3_5", **{**FROZEN, "freeze_llm": True, flag: value})
+@pytest.mark.parametrize("frozen", [(False, True, True), (True, False, True), (True, True, False)])
+def test_one_part_at_least_is_trained(frozen: tuple[bool, bool, bool]) -> None:
+    config = {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}}
+    check_composite("m", config, frozen)
     with pytest.raises(
         ValueError, match="--freeze_llm true, --freeze_vit true and --freeze_aligner true leave nothing"
     ):
-        check_composite("m", "qwen3_5", **{**FROZEN, "freeze_llm": True})
+        check_composite("m", config, (True, True, True))
 
 
 def described(layers: list[str] | None, interval: int | None, composed: bool) -> dict[str, Any]:

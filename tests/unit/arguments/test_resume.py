@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from swift_megatron_grpo.arguments import resume
-from swift_megatron_grpo.arguments.flag_names import known_flags
+from swift_megatron_grpo.arguments.command_line import known_flags
 from swift_megatron_grpo.arguments.resume import (
     RunFinished,
     apply_resume,

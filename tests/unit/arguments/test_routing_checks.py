@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from swift_megatron_grpo.settings.facts import ModelShape
+from swift_megatron_grpo.settings.layout import ModelShape
 from swift_megatron_grpo.settings.routing import RouterReplay, Routing
 from tests.unit.settings.flags import faults, of
 

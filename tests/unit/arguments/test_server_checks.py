@@ -13,7 +13,7 @@ from swift_megatron_grpo.generation.protocol.messages import PROTOCOL, Completio
 from swift_megatron_grpo.generation.remote.client import Refused
 from swift_megatron_grpo.generation.remote.compatibility import notes_on, problems_of, refusal
 from swift_megatron_grpo.settings.config import ServerConfig
-from swift_megatron_grpo.settings.servers import _OF_ENGINE, Engine, Servers
+from swift_megatron_grpo.settings.servers import Engine, Servers
 from tests.unit.settings.flags import faults, of
 
 
@@ -53,7 +53,7 @@ def test_a_single_group_port_is_incremented_per_server() -> None:
 def test_flags_of_the_other_mode_are_refused_or_noted() -> None:
     assert faults(Servers) == ""
     assert "--vllm_server_host requires --vllm_mode server" in faults(Servers, vllm_server_host=["127.0.0.1"])
-    assert of(Engine, vllm_mode="server", **_OF_ENGINE).notes() == []
+    assert of(Engine, vllm_mode="server").notes() == []
     assert "--sleep_level: " in of(Engine, vllm_mode="server", sleep_level=2).notes()[0]
 
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from swift.cli.main import get_torchrun_args
 
-from swift_megatron_grpo.arguments.flag_names import known_flags
+from swift_megatron_grpo.arguments.command_line import known_flags
 from swift_megatron_grpo.cli.main import COMMANDS, PROGRAM, parser_of
 from swift_megatron_grpo.generation.server.arguments import GRPORolloutArguments
 from tests.paths import REPOSITORY

@@ -15,7 +15,7 @@ from swift.cli.main import parse_yaml_args
 from swift.rollout.multi_turn import multi_turns
 from swift.template import TEMPLATE_MAPPING
 
-from swift_megatron_grpo.arguments.flag_names import known_flags
+from swift_megatron_grpo.arguments.command_line import known_flags
 from swift_megatron_grpo.runtime.gpus import NAMES
 from tests.paths import REPOSITORY
 

@@ -161,7 +161,7 @@ def save(folder: Path, config: Any, number: int) -> None:
 
 
 def test_a_resumed_run_continues_the_rollout_of_the_checkpoint(tmp_path: Path) -> None:
-    config = config_of(recording=SimpleNamespace(vocabulary=99))
+    config = config_of()
     assert assemble._unfinished(config, inputs_of()) is None  # it does not resume
     assert assemble._unfinished(config, inputs_of(checkpoints=[str(tmp_path)])) is None  # between two rollouts
     save(tmp_path, config, number=3)
@@ -179,7 +179,7 @@ def test_a_resumed_run_continues_the_rollout_of_the_checkpoint(tmp_path: Path) -
 def test_a_run_with_other_settings_generates_it_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, changed: dict[str, Any], reason: str
 ) -> None:
-    saved = config_of(recording=SimpleNamespace(vocabulary=99))
+    saved = config_of()
     save(tmp_path, saved, number=0)
     other: Any = SimpleNamespace(**{**vars(saved), **changed})
     with caplog.at_level(logging.WARNING):

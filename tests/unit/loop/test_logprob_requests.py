@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from swift_megatron_grpo.loop.rollout_queue import logprobs_requested
-from swift_megatron_grpo.settings.losses import NO_CORRECTION, Correction
+from swift_megatron_grpo.settings.losses import Correction
+
+_NONE = Correction()
 
 
 def requested(
-    interval: int, first: int, correction: Correction = NO_CORRECTION, max_staleness: int = 0, dump: str | None = None
+    interval: int, first: int, correction: Correction = _NONE, max_staleness: int = 0, dump: str | None = None
 ) -> list[int]:
     config: Any = SimpleNamespace(
         loss=SimpleNamespace(correction=correction), max_staleness=max_staleness,
-        recording=SimpleNamespace(dump=dump), logprobs_interval=interval,
+        recording=SimpleNamespace(dump=dump), rollout_logprobs_interval=interval,
     )  # fmt: skip
     return [rollout for rollout in range(first, 12) if logprobs_requested(config, rollout, first)]
 
@@ -41,9 +42,9 @@ def test_without_readers_the_first_rollout_and_every_nth_have_them(
 @pytest.mark.parametrize(
     "reader",
     [
-        {"correction": replace(NO_CORRECTION, rollout_importance_sampling_mode="token_truncate")},
-        {"correction": replace(NO_CORRECTION, log_rollout_offpolicy_metrics=True)},
-        {"correction": replace(NO_CORRECTION, off_policy_sequence_mask_delta=0.1)},
+        {"correction": Correction(rollout_importance_sampling_mode="token_truncate")},
+        {"correction": Correction(log_rollout_offpolicy_metrics=True)},
+        {"correction": Correction(off_policy_sequence_mask_delta=0.1)},
         {"max_staleness": 1},
         {"dump": "folder"},
     ],

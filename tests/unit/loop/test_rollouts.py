@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from swift_megatron_grpo.loop.run_ahead import RunAhead
 from swift_megatron_grpo.loop.step_context import PhaseTimer, StepContext
 from swift_megatron_grpo.loop.training_batches import old_logprobs_from_engine
 from swift_megatron_grpo.settings.config import SamplingConfig
-from swift_megatron_grpo.settings.losses import NO_CORRECTION
+from swift_megatron_grpo.settings.losses import Correction
 from swift_megatron_grpo.types import Prompt, Rollout
 from tests.fakes.generation import Engine, Generation
 from tests.fakes.runs import EVALUATION, GROUP, PROMPTS, fake_run, routing_of
@@ -163,7 +162,7 @@ def test_old_log_probs_are_the_engines_for_old_weights_without_correction() -> N
         return Rollout(Prompt("p", {}), [1], [2], logprobs, "", "stop", version)
 
     new, old, without_logprobs = rollout(4, None), rollout(2, [-1.0]), rollout(2, None)
-    plain, corrected = NO_CORRECTION, replace(NO_CORRECTION, rollout_importance_sampling_mode="token_truncate")
+    plain, corrected = Correction(), Correction(rollout_importance_sampling_mode="token_truncate")
     assert not old_logprobs_from_engine([new, new], 4, plain)
     assert old_logprobs_from_engine([rollout(4, [-1.0]), old], 4, plain)
     assert not old_logprobs_from_engine([old], 4, corrected)

@@ -14,7 +14,7 @@ from swift_megatron_grpo.output.recording.rows import no_images
 from swift_megatron_grpo.output.recording.unfinished import UnfinishedRollout, read_unfinished, shared_settings
 from swift_megatron_grpo.output.recording.values import Limits
 from swift_megatron_grpo.settings.config import LossConfig
-from swift_megatron_grpo.settings.losses import NO_CORRECTION
+from swift_megatron_grpo.settings.losses import Correction
 from swift_megatron_grpo.types import Prompt, Sample
 from tests.fakes.generation import LOGPROB
 from tests.fakes.runs import PROMPTS, ROWS, STEP, FakeRun, fake_run, kl_of, routing_of
@@ -88,7 +88,7 @@ def test_old_log_probs_of_completions_by_older_weights_are_the_engines() -> None
 
 
 def test_with_a_rollout_correction_old_log_probs_are_the_trainers() -> None:
-    corrected = replace(LOSS, correction=replace(NO_CORRECTION, rollout_importance_sampling_mode="token_truncate"))
+    corrected = replace(LOSS, correction=Correction(rollout_importance_sampling_mode="token_truncate"))
     run = fake_run(max_staleness=1, steps_per_generation=2, loss=corrected)
     train(run, 4)
     expected = [[None] * 3, [[BEFORE]] * 3, [None] * 3, [[BEFORE + 2 * STEP]] * 3]

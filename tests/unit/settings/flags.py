@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
-from swift_megatron_grpo.settings.facts import DataShape, Facts, ModelShape
 from swift_megatron_grpo.settings.flag import Flags
-from swift_megatron_grpo.settings.layout import Layout
+from swift_megatron_grpo.settings.layout import DataShape, Facts, Layout, ModelShape
 
 F = TypeVar("F", bound=Flags)
 

@@ -11,10 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift_megatron_grpo.settings.batch_sizes import BatchError, BatchSizes, format_table, resolve
-from swift_megatron_grpo.settings.batches import Batches
+from swift_megatron_grpo.settings.batches import BatchError, Batches, BatchSizes
 from swift_megatron_grpo.settings.layout import Layout
-from tests.unit.settings.flags import of
 
 SIZES = [field.name for field in fields(Layout)]
 
@@ -23,11 +21,13 @@ def plan(**settings: Any) -> BatchSizes:
     """Resolve sizes of a layout and of batches; sizes that are left out are small."""
     given = {"world_size": 1, "micro_batch_size": 1, "global_batch_size": 16, "num_generations": 8} | settings
     layout = Layout(**{name: given.pop(name) for name in SIZES if name in given})
-    return resolve(layout, **given)
+    left_out = {"generation_batch_size": None, "steps_per_generation": None, "max_tokens_per_micro_batch": None}
+    return Batches(**({"num_iterations": 1} | left_out | given)).sizes(layout)
 
 
-def notes(sizes: BatchSizes) -> list[str]:
-    return of(Batches).notes(sizes)
+def shown(sizes: BatchSizes) -> dict[str, str]:
+    """Return the numbers of the table, by their names."""
+    return dict(re.findall(r"^  (\S+(?: \S+)*) +([\d.]+)   \S", "\n".join(sizes.table()), re.MULTILINE))
 
 
 def error_of(**settings: Any) -> BatchError:
@@ -45,12 +45,12 @@ def test_the_worked_example_of_siirl() -> None:
         global_batch_size=16 * 8,
         generation_batch_size=128 * 8,
     )
-    assert resolved.data_parallel == 1
+    assert resolved.layout.data_parallel == 1
     assert resolved.generation_batch_size == 1024
     assert resolved.steps_per_generation == 8
-    assert resolved.gradient_accumulation == 16
-    assert (resolved.rollout_prompts, resolved.train_prompts, resolved.prompts_per_dp_group) == (128, 16, 16)
-    assert notes(resolved) == []
+    assert (resolved.rollout_prompts, resolved.train_prompts) == (128, 16)
+    assert shown(resolved)["accumulation steps"] == shown(resolved)["prompts per DP group"] == "16"
+    assert resolved.notes() == []
 
 
 @pytest.mark.parametrize(
@@ -129,14 +129,15 @@ def test_an_error_states_the_fault_and_valid_sizes(typed: dict[str, int], messag
     ],
 )
 def test_sizes_that_only_ms_swift_refuses_are_accepted_with_one_note(typed: dict[str, int], phrase: str) -> None:
-    (note,) = notes(plan(**typed))
+    (note,) = plan(**typed).notes()
     assert phrase in note
     assert "\n" not in note
 
 
 def test_a_step_may_train_part_of_a_group() -> None:
     resolved = plan(global_batch_size=4, steps_per_generation=2)
-    assert (resolved.rollout_prompts, resolved.train_prompts, resolved.prompts_per_dp_group) == (1, 1, 0.5)
+    assert (resolved.rollout_prompts, resolved.train_prompts) == (1, 1)
+    assert shown(resolved)["prompts per DP group"] == "0.5"
 
 
 def test_the_table_shows_every_number_of_the_plan() -> None:
@@ -148,8 +149,7 @@ def test_the_table_shows_every_number_of_the_plan() -> None:
         steps_per_generation=2,
         num_generations=24,
     )
-    rows = re.findall(r"^  (\S+(?: \S+)*) +([\d.]+)   \S", format_table(resolved), re.MULTILINE)
-    assert dict(rows) == {
+    assert shown(resolved) == {
         "data parallel size": "4",
         "micro batch": "3",
         "accumulation steps": "3",
@@ -196,15 +196,17 @@ def test_a_plan_satisfies_every_formula(layout: dict[str, int], typed: dict[str,
     if isinstance(outcome, BatchError):
         return
     model_parallel = math.prod(size for name, size in layout.items() if name != "world_size")
-    assert outcome.data_parallel * model_parallel == layout["world_size"]
-    assert outcome.global_batch_size == outcome.micro_batch_size * outcome.data_parallel * outcome.gradient_accumulation
+    dp = outcome.layout.data_parallel
+    assert dp * model_parallel == layout["world_size"]
+    numbers = shown(outcome)
+    assert outcome.global_batch_size == outcome.micro_batch_size * dp * float(numbers["accumulation steps"])
     assert outcome.generation_batch_size == outcome.global_batch_size * outcome.steps_per_generation
     assert outcome.rollout_prompts * outcome.num_generations == outcome.generation_batch_size
-    prompts = outcome.global_batch_size / outcome.num_generations / outcome.data_parallel
-    assert outcome.prompts_per_dp_group == pytest.approx(prompts)
+    prompts = outcome.global_batch_size / outcome.num_generations / dp
+    assert float(numbers["prompts per DP group"]) == pytest.approx(prompts, rel=1e-5)
     assert typed["generation_batch_size"] in (None, outcome.generation_batch_size)
     assert typed["steps_per_generation"] in (None, outcome.steps_per_generation)
-    assert len(notes(outcome)) <= 1
+    assert len(outcome.notes()) <= 1
 
 
 @settings(max_examples=400, deadline=None)
@@ -258,7 +260,7 @@ def test_sizes_that_ms_swift_accepts_are_accepted(layout: dict[str, int], typed:
     if isinstance(resolved, BatchSizes):
         # ms-swift checks the last condition later, with an assertion
         runs_there = stock is not None and resolved.generation_batch_size % resolved.layout.world_size == 0
-        assert (notes(resolved) == []) == runs_there
+        assert (resolved.notes() == []) == runs_there
 
 
 def test_suggestions_are_found_at_once_for_sizes_of_a_billion() -> None:

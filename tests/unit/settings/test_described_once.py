@@ -11,7 +11,7 @@ import pytest
 
 from swift_megatron_grpo.settings.flag import Flags, is_group, ranges
 from swift_megatron_grpo.settings.groups import GROUPS, RANGES
-from tests.unit.settings.flags import defaults, faults
+from tests.unit.settings.flags import defaults, faults, of
 
 
 def described(group: type[Flags]) -> set[str]:
@@ -36,7 +36,8 @@ def test_classes_agree_on_the_types_of_flags_and_name_flags_only() -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
-def test_the_defaults_are_accepted(group: type[Flags]) -> None:
+def test_the_defaults_are_those_of_the_parser_and_accepted(group: type[Flags]) -> None:
+    assert of(group).changed() == []
     assert faults(group, train_iters=1) == ""
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.settings.facts import DataShape, Facts, ModelShape
-from swift_megatron_grpo.settings.images import Images, layers_of_first_stage
-from swift_megatron_grpo.settings.layout import Layout
+from swift_megatron_grpo.settings.images import Images
+from swift_megatron_grpo.settings.layout import DataShape, Facts, Layout, ModelShape, layers_of_stages
 from swift_megatron_grpo.settings.servers import Engine
 from tests.unit.settings.flags import faults, of
 
@@ -63,11 +62,12 @@ def test_vllm_divides_the_heads_of_the_vision_tower() -> None:
         (Layout(2, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=3), 2),
         (Layout(4, pipeline_model_parallel_size=4, last_stage_layers=3), 3),
         (Layout(2, pipeline_model_parallel_size=2, first_stage_layers=4), 4),
+        (Layout(7, pipeline_model_parallel_size=7, extra_layers=2), 1),
         (Layout(2, pipeline_model_parallel_size=2, stages="Ettt|t*9L"), 3),
     ],
 )
 def test_the_first_stage_has_the_layers_that_take_rows_of_the_tower(layout: Layout, layers: int) -> None:
-    assert layers_of_first_stage(layout, 12) == layers
+    assert layers_of_stages(layout, 12)[0] == layers
     assert of_vision({}, layout) == ""
     expected = "" if layers >= 3 else f"has {layers} layers, .* adds to the first 3 layers.*; use --"
     assert re.search(expected, message := of_vision(THREE, layout)) and bool(message) == (layers < 3)

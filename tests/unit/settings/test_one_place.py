@@ -24,9 +24,8 @@ ALL_PLACES = """
     from transformers import HfArgumentParser
     from swift_megatron_grpo.arguments.command_line import check_typed
     from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
-    from swift_megatron_grpo.settings.facts import Facts
     from swift_megatron_grpo.settings.groups import GROUPS
-    from swift_megatron_grpo.settings.layout import Layout
+    from swift_megatron_grpo.settings.layout import Facts, Layout
     from swift_megatron_grpo.settings.time_limits import TimeLimits
 
     def refusal(*typed):

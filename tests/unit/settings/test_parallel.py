@@ -17,8 +17,7 @@ from swift_megatron_grpo.arguments.environment import (
 )
 from swift_megatron_grpo.generation.protocol.model_identity import read_model_config
 from swift_megatron_grpo.settings.adapter import Adapter
-from swift_megatron_grpo.settings.facts import Facts, ModelShape
-from swift_megatron_grpo.settings.layout import Layout, parse_stages
+from swift_megatron_grpo.settings.layout import Facts, Layout, ModelShape, parse_stages
 from swift_megatron_grpo.settings.parallel import Parallel, expert_size_notes, faults_of_interleaving, faults_of_layout
 from tests.unit.settings.flags import faults, of
 

@@ -19,7 +19,7 @@ from swift_megatron_grpo.runtime.failures import SharedFailure
 from swift_megatron_grpo.runtime.stopping.report import StoppedBySignal
 from swift_megatron_grpo.trainer import grpo_trainer as module
 from swift_megatron_grpo.trainer.grpo_trainer import MegatronGRPOTrainer
-from swift_megatron_grpo.trainer.run_checkpoints import next_save
+from swift_megatron_grpo.trainer.start import next_save
 from tests.fakes.runs import FakeRun, fake_run
 from tests.unit.output.checkpoints.saved import writer
 
@@ -37,7 +37,7 @@ def make(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tupl
     )  # fmt: skip
     trainer.settings = SimpleNamespace(
         batch=SimpleNamespace(generation_batch_size=6, rollout_prompts=3), num_iterations=1,
-        recording=SimpleNamespace(only=False),
+        recording=SimpleNamespace(rollout_only=False),
     )  # fmt: skip
     trainer.state = SimpleNamespace(
         iteration=0, consumed_train_samples=0, last_model_checkpoint=None, best_model_checkpoint=None, should_log=True,
@@ -172,7 +172,7 @@ def test_the_end_of_training_ends_generation_and_then_the_watchdog(
 def test_generating_only_counts_the_steps_and_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, run = make(tmp_path, monkeypatch)
     logged: list[dict[str, Any]] = []
-    trainer.settings.recording.only = True  # type: ignore[misc]
+    trainer.settings.recording.rollout_only = True  # type: ignore[misc]
     trainer.setup_training = lambda *_: (None, None)  # type: ignore[method-assign]
     trainer._aggregated_metrics = lambda metrics, into: into.update(metrics[0])
     trainer.on_log = lambda logs: logged.append(logs)

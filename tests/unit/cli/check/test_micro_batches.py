@@ -8,8 +8,7 @@ from swift_megatron_grpo.cli.check.micro_batches import fullest, image_tokens_of
 from swift_megatron_grpo.cli.estimate.activations import Tokens
 from swift_megatron_grpo.cli.estimate.vision_tower import ImageTokens
 from swift_megatron_grpo.packing.plan import StepPlan
-from swift_megatron_grpo.settings.batch_sizes import BatchSizes
-from swift_megatron_grpo.settings.batches import MicroBatches
+from swift_megatron_grpo.settings.batches import BatchSizes, MicroBatches
 from swift_megatron_grpo.settings.layout import Layout
 from tests.unit.settings.flags import of
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from swift_megatron_grpo.cli.estimate.parameters import Part, adapters, held, layers_of_stages, stages_of, tensors_of
-from swift_megatron_grpo.settings.layout import Layout
+from swift_megatron_grpo.cli.estimate.parameters import Part, adapters, held, stages_of, tensors_of
+from swift_megatron_grpo.settings.layout import Layout, layers_of_stages
 
 HIDDEN, FFN, VOCABULARY, LAYERS, EXPERTS = 8, 16, 32, 4, 4
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swift_megatron_grpo.settings.config import LossConfig
-from swift_megatron_grpo.settings.losses import NO_CORRECTION, Fipo
+from swift_megatron_grpo.settings.losses import Correction, Fipo
 from swift_megatron_grpo.training.loss import LOSSES, effective_sample_size
 from swift_megatron_grpo.training.loss.policies import discounted_future_sum
 from swift_megatron_grpo.types import Sample
@@ -27,7 +27,7 @@ PLAIN = LossConfig(
     max_completion_length=16,
     log_entropy=True,
 )
-CORRECTION = replace(NO_CORRECTION, log_rollout_offpolicy_metrics=True)
+CORRECTION = Correction(log_rollout_offpolicy_metrics=True)
 NAMES = sorted(LOSSES)
 LEVELS = ["token", "sequence", "sequence_token"]
 MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -37,13 +37,12 @@ VARIANTS = {
     "delta": replace(PLAIN, delta=1.5),
     "dual_clip": replace(PLAIN, dual_clip=1.6),
     "entropy": replace(PLAIN, entropy_coef=0.05),
-    "mask": replace(PLAIN, correction=replace(NO_CORRECTION, off_policy_sequence_mask_delta=0.02)),
+    "mask": replace(PLAIN, correction=Correction(off_policy_sequence_mask_delta=0.02)),
     **{level: replace(PLAIN, level=level) for level in LEVELS[1:]},
     **{
         mode: replace(
             PLAIN,
-            correction=replace(
-                NO_CORRECTION,
+            correction=Correction(
                 rollout_importance_sampling_mode=mode,
                 rollout_importance_sampling_threshold=1.1,
                 log_rollout_offpolicy_metrics=True,

@@ -1,0 +1,121 @@
+"""The start of a run, before its model loads: checkpoints are checked, servers reached, and the settings made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from swift.rlhf_trainers.utils import resolve_reward_funcs
+from swift.template import Template
+from swift.utils import get_dist_setting, get_logger
+
+from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
+from swift_megatron_grpo.arguments.resume import check_or_fall_back
+from swift_megatron_grpo.arguments.to_config import configure, configure_server
+from swift_megatron_grpo.generation.local.engine_settings import check_engine_settings
+from swift_megatron_grpo.generation.protocol.model_identity import model_identity
+from swift_megatron_grpo.generation.remote.engine import RemoteVllm
+from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
+from swift_megatron_grpo.grading.rewards import RewardFunctions, gym_reward
+from swift_megatron_grpo.output.checkpoints.identity import dataset_identity, tokenizer_identity
+from swift_megatron_grpo.output.checkpoints.saving import CheckpointWriter, Identity
+from swift_megatron_grpo.output.checkpoints.verifying import check_order_of_experts, check_sources, compare_datasets
+from swift_megatron_grpo.output.disk.files import threads_of_a_rank
+from swift_megatron_grpo.output.disk.folder_lock import LockedFolders
+from swift_megatron_grpo.runtime.parallel import Coordinator
+from swift_megatron_grpo.runtime.stopping.request import StopRequest
+from swift_megatron_grpo.settings.config import GRPOConfig, ServerConfig
+from swift_megatron_grpo.settings.recording import Recording
+from swift_megatron_grpo.settings.rewards import Rewards
+
+logger = get_logger()
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run has before its model loads. ms-swift passes it to the trainer where its own has a client of vLLM."""
+
+    settings: GRPOConfig
+    rewards: RewardFunctions
+    coordinator: Coordinator
+    stop: StopRequest
+    servers: RemoteVllm | None  # None: vLLM runs in the training processes
+    locked: LockedFolders
+
+
+def start(args: GRPOArguments, template: Template) -> Start:
+    """Check what a run loads and reaches, then fix its settings. Every rank calls it."""
+    functions, _ = resolve_reward_funcs(args.reward_funcs, args=args)  # may fail: first
+    coordinator = Coordinator(timedelta(seconds=args.ddp_timeout))
+    locked = LockedFolders(args.output_dir, args.of(Recording).dump, coordinator)
+    _check_loaded(args, template, coordinator)
+    stop = StopRequest(coordinator, args.stop_grace)
+    server = configure_server(args)
+    servers = None if server is None else _connect(server, coordinator, stop)
+    if servers is not None:
+        environments_grade = coordinator.all_gather_or_raise(servers.check, "reaching the rollout servers")
+        args.set_grading_of_servers(any(environments_grade))
+    settings = configure(args)
+    if servers is None and settings.recording.replay is None:
+        check_engine_settings(settings.vllm)
+    if args.of(Rewards).by_environment:
+        functions = [*functions, gym_reward]
+    rewards = RewardFunctions(settings.grading.reward_names, functions)
+    return Start(settings, rewards, coordinator, stop, servers, locked)
+
+
+def _connect(server: ServerConfig, coordinator: Coordinator, stop: StopRequest) -> RemoteVllm:
+    sender = WeightSender(torch.device(torch.cuda.current_device()), server.bucket_bytes)
+    return RemoteVllm(server, sender, coordinator.rank, stop.raise_if_out_of_time)
+
+
+def _check_loaded(args: GRPOArguments, template: Template, coordinator: Coordinator) -> None:
+    """Refuse checkpoints that are damaged or do not fit the run, before the model loads."""
+    check = partial(
+        check_sources,
+        model=model_identity(args.model_config),
+        tokenizer=tokenizer_identity(template.tokenizer) if args.resumes else None,
+        verify=args.verify_checkpoint,
+        ranks=coordinator,
+        threads=threads_of_a_rank(_ranks_of_this_machine()),
+    )
+    for warning in check_or_fall_back(args, check):
+        logger.warning(warning)
+    check_order_of_experts(args.optimizer_source, args.experts_in_order)
+
+
+def checkpoint_writer(
+    args: GRPOArguments, template: Template, train_rows: Any, coordinator: Coordinator, steps_done: int
+) -> CheckpointWriter:
+    """Return the writer of new checkpoints, after a comparison of the data with the loaded one's."""
+    identity = Identity(
+        model=model_identity(args.model_config),
+        tokenizer=tokenizer_identity(template.tokenizer),
+        dataset=dataset_identity(train_rows),
+        experts_in_order=args.experts_in_order,
+    )
+    if args.resumes and steps_done > 0:
+        warning = compare_datasets(args.checkpoint_sources, identity.dataset)
+        if warning is not None:
+            logger.warning(warning)
+    return CheckpointWriter(Path(args.output_dir), coordinator, _ranks_of_this_machine(), identity, logger.info)
+
+
+def next_save(args: GRPOArguments, steps_done: int) -> int:
+    """Return the step of the next checkpoint."""
+    period = args.save_steps or args.train_iters
+    return int(min((steps_done // period + 1) * period, args.train_iters))
+
+
+def resumed_from(args: GRPOArguments) -> list[str]:
+    """Return the checkpoints that a run which resumes has loaded."""
+    sources = (args.mcore_model, args.mcore_adapter, *args.adapters) if args.resumes else ()
+    return [path for path in sources if path is not None]
+
+
+def _ranks_of_this_machine() -> int:
+    return max(int(get_dist_setting()[3]), 1)
