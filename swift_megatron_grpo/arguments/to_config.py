@@ -11,7 +11,6 @@ from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 from swift_megatron_grpo.generation.protocol.api_key import read_api_key
 from swift_megatron_grpo.generation.protocol.model_identity import model_identity, position_identity, precision_identity
 from swift_megatron_grpo.settings.adapter import Adapter
-from swift_megatron_grpo.settings.algorithm import Algorithm
 from swift_megatron_grpo.settings.asynchronous import Asynchronous
 from swift_megatron_grpo.settings.batches import BatchSizes
 from swift_megatron_grpo.settings.config import (
@@ -67,7 +66,6 @@ def configure(args: GRPOArguments) -> GRPOConfig:
             names=args.evaluation_names,
         ),
         vision_tower_share=args.of(Images).trained_share(args.most_images),
-        loss=args.of(Algorithm).loss_settings(),
         reference=ReferenceConfig(
             beta=args.beta,
             model_dir=args.of(Reference).copied_from,

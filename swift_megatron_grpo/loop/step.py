@@ -71,7 +71,7 @@ class GRPOLoop:
     ) -> None:
         self.config = config
         self.stages = stages
-        self.kl_controller = KlController(config.loss.beta, config.kl)
+        self.kl_controller = KlController(config.loss.kl_weight, config.kl)
         self._outputs: tuple[Output, ...] = ("logprob", "entropy") if reads_entropy(config.loss) else ("logprob",)
         self._weights_version = steps_done
         self._batches = TrainingBatches(config, stages, steps_done)

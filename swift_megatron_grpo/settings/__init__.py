@@ -16,8 +16,8 @@ sampling.py      sampling in training and in evaluation, lengths
 servers.py       vLLM here or behind servers
 asynchronous.py  generation ahead of training
 rewards.py       weights of rewards, and who grades
-algorithm.py     loss, advantages, KL, entropy, dynamic sampling
-losses.py        parts of the loss: SAPO, FIPO, rollout correction, KL
+algorithm.py     advantages, KL in the reward, dynamic sampling
+losses.py        the loss and its parts: SAPO, FIPO, rollout correction, KL
 optimizer.py     learning rate, weight decay, optimizer
 recording.py     rollouts on disk
 time_limits.py   time limits, traced steps

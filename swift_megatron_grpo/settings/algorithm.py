@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from swift_megatron_grpo.settings.config import Estimator, LossConfig, LossName, RatioLevel, ScaleRewards
-from swift_megatron_grpo.settings.flag import Above, AtLeast, Faults, Flags, Range, flag, rule
-from swift_megatron_grpo.settings.losses import Correction, Fipo, Kl, Sapo
+from swift_megatron_grpo.settings.config import Estimator, ScaleRewards
+from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, Range, flag, rule
+from swift_megatron_grpo.settings.losses import Kl, LossConfig
 
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "fipo")  # the losses that clip the ratio
 WITHOUT_GROUPS = "reinforce_plus_plus_plain"  # its baseline is the mean of the whole rollout
 
 
 class Algorithm(Flags):
     """Loss, advantages and KL; training, grading and the loop read it."""
 
-    loss_type: LossName | None
     advantage_estimator: Estimator = flag(
         "grpo",
         "The baseline that is subtracted from a reward. grpo: the mean of the prompt's completions. rloo: the mean of "
@@ -24,49 +22,18 @@ class Algorithm(Flags):
         "paper's REINFORCE++); it also works with --num_generations 1. The first three are ms-swift's. Default: grpo.",
     )
     scale_rewards: ScaleRewards | None
-    beta: Annotated[float | None, AtLeast(0, use=0)]
-    importance_sampling_level: RatioLevel
-    epsilon: Annotated[float, AtLeast(0, use=0.2)]
-    epsilon_high: Annotated[float | None, AtLeast(0, use=0.2)]
-    delta: float | None
-    dual_clip: float | None = flag(
-        None,
-        "Bound on the loss of tokens with a negative advantage: at most this value times the advantage's "
-        "size, however large the ratio is. It must be above 1 + epsilon_high; 3 is common. --delta is ms-swift's "
-        "flag for the same bound. Default: none.",
-        example="3",
-    )
-    real_tau: Annotated[float, Above(0, use=0.5)] = 0.5
-    entropy_coef: float = flag(
-        0.0,
-        "Weight of the entropy bonus: the policy's entropy times this value is subtracted from the loss, "
-        "averaged in the same way as the loss. Default: 0, no bonus.",
-        example="0.001",
-    )
-    log_entropy: bool
     top_entropy_quantile: Annotated[
         float,
         Range(0, 0.2, high=1, above_low=True, why="it is the share of tokens, of the highest entropy, in the loss"),
     ]
     dynamic_sample: bool
     max_resample_times: Annotated[int, AtLeast(0, use=3)]
-    sapo: Sapo
-    fipo: Fipo
-    correction: Correction
     kl: Kl
+    loss: LossConfig
     num_generations: int
     micro_batch_size: int
     global_batch_size: int
     max_tokens_per_micro_batch: int | None
-    max_completion_length: int
-
-    @rule
-    def gspo_is_a_level(self) -> Faults:
-        if str(self.loss_type).lower() == "gspo":
-            yield (
-                f"--loss_type {self.loss_type}: GSPO is a level of importance sampling; leave it out and use "
-                "--importance_sampling_level sequence"
-            )
 
     @rule
     def completions_can_be_compared(self) -> Faults:
@@ -87,32 +54,15 @@ class Algorithm(Flags):
                 f"--scale_rewards gdpo computes its own baseline, so --advantage_estimator {estimator} would have no "
                 "effect; use --advantage_estimator grpo"
             )
-        if scale == "gdpo" and self.in_reward and self.beta != 0:
+        if scale == "gdpo" and self.in_reward and self.loss.beta != 0:
             yield (
                 "--scale_rewards gdpo normalises every reward function separately, and the KL is not a reward "
                 "function; use --kl_in_reward false"
             )
 
     @rule
-    def bounds_are_of_clipped_ratios(self) -> Faults:
-        for name, bound in (("delta", self.delta), ("dual_clip", self.dual_clip)):
-            if bound is None:
-                continue
-            if self.loss not in CLIPPED:
-                yield (
-                    f"--{name} {bound} bounds a clipped ratio, and --loss_type {self.loss} does not clip ratios; leave "
-                    "it out"
-                )
-            if not bound > 1 + self.high:
-                yield (
-                    f"--{name} {bound} must be above 1 + epsilon_high = {1 + self.high:g}, where clipping begins; use 3"
-                )
-        if self.delta is not None and self.dual_clip is not None:
-            yield "--delta and --dual_clip bound the same tokens, those with negative advantages; leave one out"
-
-    @rule
     def real_has_whole_groups(self) -> Faults:
-        if self.loss != "real":
+        if self.loss.name != "real":
             return
         size, group = self.micro_batch_size, self.num_generations
         if self.max_tokens_per_micro_batch is not None:
@@ -129,9 +79,9 @@ class Algorithm(Flags):
         if self.advantage_estimator == WITHOUT_GROUPS:
             yield f"--loss_type real needs groups; use --advantage_estimator grpo, not {WITHOUT_GROUPS}"
         token_flags = [
-            ("importance_sampling_level", self.importance_sampling_level, "token"),
+            ("importance_sampling_level", self.loss.importance_sampling_level, "token"),
             ("top_entropy_quantile", self.top_entropy_quantile, 1.0),
-            ("rollout_importance_sampling_mode", self.correction.rollout_importance_sampling_mode, None),
+            ("rollout_importance_sampling_mode", self.loss.correction.rollout_importance_sampling_mode, None),
         ]
         for name, value, neutral in token_flags:
             if value != neutral:
@@ -156,55 +106,27 @@ class Algorithm(Flags):
             )
 
     @property
-    def loss(self) -> str:
-        return self.loss_type or "grpo"
-
-    @property
-    def high(self) -> float:
-        """The upper clipping bound, given or implied by epsilon."""
-        return self.epsilon if self.epsilon_high is None else self.epsilon_high
-
-    @property
     def in_reward(self) -> bool:
         """True if the KL is subtracted from rewards, as set or as the estimator implies."""
         typed = self.kl.kl_in_reward
         return self.advantage_estimator != "grpo" if typed is None else typed
 
-    def loss_settings(self) -> LossConfig:
-        return LossConfig(
-            name=self.loss,
-            epsilon_low=self.epsilon,
-            epsilon_high=self.high,
-            beta=self.beta or 0.0,
-            level=self.importance_sampling_level,
-            delta=self.delta,
-            dual_clip=self.dual_clip,
-            kl_estimator=self.kl.kl_estimator or "k3",
-            entropy_coef=self.entropy_coef,
-            log_entropy=self.log_entropy,
-            max_completion_length=self.max_completion_length,
-            real_tau=self.real_tau,
-            sapo=self.sapo,
-            fipo=self.fipo,
-            correction=self.correction,
-        )
-
     def notes(self) -> list[str]:
         """Return notes for the start-up log: flags without effect, as in ms-swift, and likely mistakes."""
-        notes = []
+        notes, loss, high = [], self.loss.name, self.loss.high
         tuned = {
-            "sapo": self.sapo.changed(),
-            "fipo": self.fipo.changed(),
-            "real": self.changed("real_tau"),
+            "sapo": self.loss.sapo.changed(),
+            "fipo": self.loss.fipo.changed(),
+            "real": self.loss.changed("real_tau"),
         }
-        for loss, changed in tuned.items():
-            if changed and self.loss != loss:
-                notes.append(f"{', '.join(changed)}: for --loss_type {loss}, without effect on --loss_type {self.loss}")
-        if self.loss in ("sapo", "real") and self.epsilon_high is not None:
-            notes.append(f"--epsilon_high has no effect on --loss_type {self.loss}, which does not clip ratios")
-        if self.loss == "cispo" and self.high < 1:
+        for of, changed in tuned.items():
+            if changed and of != loss:
+                notes.append(f"{', '.join(changed)}: for --loss_type {of}, without effect on --loss_type {loss}")
+        if loss in ("sapo", "real") and self.loss.epsilon_high is not None:
+            notes.append(f"--epsilon_high has no effect on --loss_type {loss}, which does not clip ratios")
+        if loss == "cispo" and high < 1:
             notes.append(
-                f"--loss_type cispo bounds token weights at epsilon_high itself ({self.high:g}), which is below 1, the "
+                f"--loss_type cispo bounds token weights at epsilon_high itself ({high:g}), which is below 1, the "
                 "weight of a token with an unchanged probability; --epsilon_high 5 is common"
             )
         return notes

@@ -11,7 +11,7 @@ from swift_megatron_grpo.settings.adapter import Adapter
 from swift_megatron_grpo.settings.batches import BatchSizes, MicroBatches
 from swift_megatron_grpo.settings.flag import Flags
 from swift_megatron_grpo.settings.layout import Layout
-from swift_megatron_grpo.settings.losses import Correction, Fipo, Kl, KlEstimator, Sapo
+from swift_megatron_grpo.settings.losses import Kl, LossConfig
 from swift_megatron_grpo.settings.recording import CompletionLogging, Recording
 from swift_megatron_grpo.settings.routing import Routing
 from swift_megatron_grpo.settings.run import Data
@@ -19,11 +19,9 @@ from swift_megatron_grpo.settings.time_limits import TimeLimits
 from swift_megatron_grpo.settings.trained import Offloading
 from swift_megatron_grpo.types import Quantization
 
-LossName = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "real", "fipo"]
 BadRewardPolicy = Literal["stop", "drop"]
 ScaleRewards = Literal["group", "batch", "none", "gdpo"]
 Estimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_plain"]
-RatioLevel = Literal["token", "sequence", "sequence_token"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,27 +141,6 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class LossConfig:
-    """The policy loss and its KL and entropy terms."""
-
-    name: str  # key of training.loss.LOSSES
-    epsilon_low: float
-    epsilon_high: float
-    beta: float  # weight of the KL to the reference; 0: there is no reference
-    level: RatioLevel = "token"
-    delta: float | None = None
-    dual_clip: float | None = None
-    kl_estimator: KlEstimator = "k3"
-    entropy_coef: float = 0.0
-    log_entropy: bool = False
-    max_completion_length: int | None = None  # the denominator of dr_grpo
-    real_tau: float = 0.5
-    sapo: Sapo = field(default_factory=Sapo)
-    fipo: Fipo = field(default_factory=Fipo)
-    correction: Correction = field(default_factory=Correction)
-
-
-@dataclass(frozen=True, slots=True)
 class ReferenceConfig:
     """The reference policy. Full tuning: a frozen copy; LoRA: the model with another adapter, or without one."""
 
@@ -197,6 +174,7 @@ class GRPOConfig(Flags):
     offloading: Offloading
     log: CompletionLogging
     kl: Kl
+    loss: LossConfig
     deadlines: TimeLimits
     routing: Routing
     batch: BatchSizes
@@ -206,7 +184,6 @@ class GRPOConfig(Flags):
     grading: GradingConfig
     evaluation: EvaluationConfig
     vision_tower_share: float  # share of the work of a trained vision tower that a training pass has
-    loss: LossConfig
     reference: ReferenceConfig
     saved: SavedParts
     recording: Recording

@@ -8,7 +8,7 @@ from swift_megatron_grpo.settings.asynchronous import Asynchronous
 from swift_megatron_grpo.settings.batches import Batches, MicroBatches
 from swift_megatron_grpo.settings.flag import Flags, Range, ranges
 from swift_megatron_grpo.settings.images import Images
-from swift_megatron_grpo.settings.losses import Correction, Fipo, Kl, Sapo
+from swift_megatron_grpo.settings.losses import Correction, Fipo, Kl, LossConfig, Sapo
 from swift_megatron_grpo.settings.optimizer import LearningRate, Optimizer
 from swift_megatron_grpo.settings.parallel import Parallel
 from swift_megatron_grpo.settings.positions import Positions
@@ -25,7 +25,8 @@ from swift_megatron_grpo.settings.trained import Kernels, Offloading, Trained
 GROUPS: tuple[type[Flags], ...] = (
     Parallel, Batches, MicroBatches, Kernels, Trained, Offloading, Adapter, Reference, Sampling, Evaluation, Servers,
     Engine, Asynchronous, Rewards, Images, Recording, CompletionLogging, Routing, Positions, TimeLimits, Trace,
-    Algorithm, Sapo, Fipo, Correction, Kl, LearningRate, Optimizer, Duration, Checkpoints, Data, Check, ApiKey,
+    Algorithm, LossConfig, Sapo, Fipo, Correction, Kl, LearningRate, Optimizer, Duration, Checkpoints, Data, Check,
+    ApiKey,
 )  # fmt: skip
 
 RANGES: dict[str, Range] = {name: valid for group in GROUPS for name, (valid, _) in ranges(group).items()}

@@ -1,13 +1,17 @@
-"""Parts of the loss with flags of their own: SAPO, FIPO, rollout correction, KL to the reference."""
+"""The loss, and its parts with flags of their own: SAPO, FIPO, rollout correction, KL to the reference."""
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Annotated, Literal
 
-from swift_megatron_grpo.settings.flag import Above, Faults, Flags, flag, rule
+from swift_megatron_grpo.settings.flag import Above, AtLeast, Faults, Flags, flag, rule
 
+LossName = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "real", "fipo"]
+RatioLevel = Literal["token", "sequence", "sequence_token"]
 KlEstimator = Literal["k1", "abs", "k2", "k3"]
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "fipo")  # the losses that clip the ratio
 
 
 class Sapo(Flags):
@@ -69,3 +73,78 @@ class Kl(Flags):
     def in_reward(self) -> bool:
         """True if the KL is subtracted from rewards instead of added to the loss."""
         return bool(self.kl_in_reward) and self.beta != 0
+
+
+class LossConfig(Flags):
+    """The policy loss and its KL and entropy terms; training reads it."""
+
+    loss_type: LossName | None = None
+    epsilon: Annotated[float, AtLeast(0, use=0.2)] = 0.2
+    epsilon_high: Annotated[float | None, AtLeast(0, use=0.2)] = None
+    importance_sampling_level: RatioLevel = "token"
+    delta: float | None = None
+    dual_clip: float | None = flag(
+        None,
+        "Bound on the loss of tokens with a negative advantage: at most this value times the advantage's "
+        "size, however large the ratio is. It must be above 1 + epsilon_high; 3 is common. --delta is ms-swift's "
+        "flag for the same bound. Default: none.",
+        example="3",
+    )
+    real_tau: Annotated[float, Above(0, use=0.5)] = 0.5
+    entropy_coef: float = flag(
+        0.0,
+        "Weight of the entropy bonus: the policy's entropy times this value is subtracted from the loss, "
+        "averaged in the same way as the loss. Default: 0, no bonus.",
+        example="0.001",
+    )
+    log_entropy: bool = False
+    max_completion_length: int = 512
+    beta: Annotated[float | None, AtLeast(0, use=0)]
+    kl_estimator: KlEstimator | None = None
+    sapo: Sapo = field(default_factory=Sapo)
+    fipo: Fipo = field(default_factory=Fipo)
+    correction: Correction = field(default_factory=Correction)
+
+    @rule
+    def gspo_is_a_level(self) -> Faults:
+        if str(self.loss_type).lower() == "gspo":
+            yield (
+                f"--loss_type {self.loss_type}: GSPO is a level of importance sampling; leave it out and use "
+                "--importance_sampling_level sequence"
+            )
+
+    @rule
+    def bounds_are_of_clipped_ratios(self) -> Faults:
+        for name, bound in (("delta", self.delta), ("dual_clip", self.dual_clip)):
+            if bound is None:
+                continue
+            if self.name not in CLIPPED:
+                yield (
+                    f"--{name} {bound} bounds a clipped ratio, and --loss_type {self.name} does not clip ratios; leave "
+                    "it out"
+                )
+            if not bound > 1 + self.high:
+                yield (
+                    f"--{name} {bound} must be above 1 + epsilon_high = {1 + self.high:g}, where clipping begins; use 3"
+                )
+        if self.delta is not None and self.dual_clip is not None:
+            yield "--delta and --dual_clip bound the same tokens, those with negative advantages; leave one out"
+
+    @property
+    def name(self) -> str:
+        """The key of training.loss.LOSSES."""
+        return self.loss_type or "grpo"
+
+    @property
+    def high(self) -> float:
+        """The upper clipping bound, given or implied by epsilon."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def estimator(self) -> KlEstimator:
+        return self.kl_estimator or "k3"
+
+    @property
+    def kl_weight(self) -> float:
+        """Weight of the KL to the reference; 0: there is no reference."""
+        return self.beta or 0.0

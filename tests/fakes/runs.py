@@ -153,7 +153,7 @@ def fake_run(
     logged: list[Graded] = []
     engine = Engine(events=events, rounding=rounding)
     policy = Policy(events)
-    loss = loss or LossConfig("grpo", 0.2, 0.2, beta=0.0)
+    loss = loss or LossConfig(loss_type="grpo", epsilon=0.2, epsilon_high=0.2, beta=0.0)
     size = GROUP * PROMPTS
     config: Any = SimpleNamespace(
         batch=SimpleNamespace(

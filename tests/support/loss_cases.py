@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from swift_megatron_grpo.settings.config import LossConfig
-from swift_megatron_grpo.settings.losses import Correction, Fipo
+from swift_megatron_grpo.settings.losses import Correction, Fipo, LossConfig
 from swift_megatron_grpo.training.loss import LOSSES
 
 LENGTHS = [5, 1, 9, 3, 2, 7, 4, 6]
 GROUP, LIMIT = 4, 16
-PLAIN = LossConfig("grpo", 0.2, 0.3, 0.1, max_completion_length=LIMIT, log_entropy=True)
+PLAIN = LossConfig(
+    loss_type="grpo", epsilon=0.2, epsilon_high=0.3, beta=0.1, max_completion_length=LIMIT, log_entropy=True
+)
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
@@ -26,10 +27,10 @@ class Case:
 def _cases() -> dict[str, Case]:
     cases = {}
     for seed, name in enumerate(LOSSES):
-        plain = replace(PLAIN, name=name)
+        plain = replace(PLAIN, loss_type=name)
         cases[name] = Case(plain, seed)
         for level in ("sequence", "sequence_token"):
-            cases[f"{name}-{level}"] = Case(replace(plain, level=level), seed)
+            cases[f"{name}-{level}"] = Case(replace(plain, importance_sampling_level=level), seed)
         cases[f"{name}-quantile"] = Case(plain, seed, quantile=0.4)
         cases[f"{name}-off-policy-mask"] = Case(
             replace(plain, correction=Correction(off_policy_sequence_mask_delta=0.02)), seed
@@ -52,7 +53,7 @@ def _cases() -> dict[str, Case]:
     cases["fipo-wide"] = Case(
         replace(
             PLAIN,
-            name="fipo",
+            loss_type="fipo",
             fipo=Fipo(fipo_decay_rate=3.0, fipo_clip_range=0.5, fipo_clip_high_only=False, fipo_safety_threshold=1.2),
         )
     )

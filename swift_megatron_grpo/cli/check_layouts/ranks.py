@@ -126,7 +126,7 @@ def train(flags: list[str], kinds: list[str], one_prompt: bool) -> tuple[list[di
     from swift.megatron.pipelines.train.rlhf import MegatronRLHF
     from swift.megatron.utils import enable_forward_pre_hook
 
-    from swift_megatron_grpo.settings.config import LossConfig
+    from swift_megatron_grpo.settings.losses import LossConfig
     from swift_megatron_grpo.training.loss import make_loss
     from swift_megatron_grpo.training.trained_weights import gather_parameters
     from swift_megatron_grpo.weights.export.export import export_weights
@@ -136,7 +136,7 @@ def train(flags: list[str], kinds: list[str], one_prompt: bool) -> tuple[list[di
     if trainer.args.overlap_param_gather:  # ms-swift enables it after the first step of a run
         enable_forward_pre_hook(trainer.wrapped_models)
     engine = trainer.build_engine()
-    loss = make_loss(LossConfig(name="grpo", epsilon_low=0.2, epsilon_high=0.28, beta=0.1))
+    loss = make_loss(LossConfig(loss_type="grpo", epsilon=0.2, epsilon_high=0.28, beta=0.1))
     batches = make_batches(kinds, engine, trainer.config.padded_vocab_size, one_prompt)
     metrics = [engine.train_step(samples, loss) for samples in batches]
     gather_parameters(trainer.wrapped_models)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from swift_megatron_grpo.packing.collate import MicroBatch
-from swift_megatron_grpo.settings.config import LossConfig
+from swift_megatron_grpo.settings.losses import LossConfig
 from swift_megatron_grpo.training.loss.terms import Rows
 
 Average = Callable[[torch.Tensor, Rows, MicroBatch, LossConfig], torch.Tensor]
@@ -31,7 +31,6 @@ def over_budget(per_token: torch.Tensor, rows: Rows, batch: MicroBatch, config: 
 
     The weight of a token does not depend on the length of its completion.
     """
-    assert config.max_completion_length is not None  # make_loss checks it
     return per_token.sum() / (max(batch.step.loss_sequences, 1) * config.max_completion_length)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from swift_megatron_grpo.settings.config import LossConfig
+from swift_megatron_grpo.settings.losses import LossConfig
 from swift_megatron_grpo.training.loss.averages import sequence_max, sequence_min, token_mean
 from swift_megatron_grpo.training.loss.terms import SAFE, Metrics, Terms
 
@@ -24,7 +24,7 @@ def clipped(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
     ratio = terms.ratio
     advantages = terms.advantages
     first = ratio if config.delta is None else ratio.clamp(max=config.delta)
-    bounded = ratio.clamp(1 - config.epsilon_low, 1 + config.epsilon_high)
+    bounded = ratio.clamp(1 - config.epsilon, 1 + config.high)
     gain = torch.min(first * advantages, bounded * advantages)
     if config.dual_clip is not None:
         gain = torch.where(advantages < 0, torch.max(gain, config.dual_clip * advantages), gain)
@@ -36,8 +36,8 @@ def clip_metrics(terms: Terms, config: LossConfig) -> Metrics:
     ratio = terms.ratio.detach()
     advantages = terms.advantages
     batch = terms.batch
-    low = ((ratio < 1 - config.epsilon_low) & (advantages < 0)).float()
-    high = ((ratio > 1 + config.epsilon_high) & (advantages > 0)).float()
+    low = ((ratio < 1 - config.epsilon) & (advantages < 0)).float()
+    high = ((ratio > 1 + config.high) & (advantages > 0)).float()
     either = token_mean(low + high, batch)
     return {
         "actor/clipfrac": either,
@@ -57,8 +57,8 @@ def cispo(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
     Like in ms-swift, epsilon_high is the bound itself here, not its distance from 1.
     """
     ratio = terms.ratio.detach()
-    over = ((ratio > config.epsilon_high) & (terms.advantages > 0)).float()
-    loss = -ratio.clamp(max=config.epsilon_high) * terms.advantages * terms.logprobs
+    over = ((ratio > config.high) & (terms.advantages > 0)).float()
+    loss = -ratio.clamp(max=config.high) * terms.advantages * terms.logprobs
     clipped_share = token_mean(over, terms.batch)
     return loss, {"cispo_clip_ratio": clipped_share, "actor/clipfrac": clipped_share}
 

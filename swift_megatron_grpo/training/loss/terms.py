@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from swift_megatron_grpo.packing.collate import MicroBatch
-from swift_megatron_grpo.settings.config import RatioLevel
+from swift_megatron_grpo.settings.losses import RatioLevel
 
 # exp(20) is 5e8. A larger ratio has no more meaning than "far off", but exp would overflow and its gradient be 0 * inf.
 SAFE = 20.0

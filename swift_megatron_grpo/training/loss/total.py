@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from swift_megatron_grpo.packing.collate import MicroBatch
-from swift_megatron_grpo.settings.config import LossConfig
+from swift_megatron_grpo.settings.losses import LossConfig
 from swift_megatron_grpo.training.loss import correction, policies
 from swift_megatron_grpo.training.loss.averages import (
     Average,
@@ -50,12 +50,6 @@ LOSSES: dict[str, Loss] = {
 
 def make_loss(config: LossConfig) -> LossFunction:
     """Return the loss function that `config` describes."""
-    if config.name not in LOSSES:
-        raise ValueError(f"unknown loss {config.name!r}; use one of {', '.join(LOSSES)}")
-    if LOSSES[config.name].average is over_budget and config.max_completion_length is None:
-        raise ValueError(
-            f"loss {config.name} divides by max_completion_length, which is not set; set --max_completion_length"
-        )
     return partial(loss, config=config)
 
 
@@ -66,7 +60,7 @@ def reads_entropy(config: LossConfig) -> bool:
 
 def loss(batch: MicroBatch, output: TokenOutput, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
     """Compute this micro batch's share of the step's loss, and of its metrics."""
-    terms = Terms.of(batch, output, config.level)
+    terms = Terms.of(batch, output, config.importance_sampling_level)
     recipe = LOSSES[config.name]
     weights, kept, metrics = _corrections(terms, config)
 
@@ -88,8 +82,8 @@ def loss(batch: MicroBatch, output: TokenOutput, config: LossConfig) -> tuple[to
     metrics["actor/approxkl"] = token_mean(0.5 * terms.log_ratio.square(), batch)
 
     if batch.ref_logprobs is not None:
-        kl = ESTIMATORS[config.kl_estimator](terms.logprobs, batch.ref_logprobs)
-        total = total + config.beta * share(kl)
+        kl = ESTIMATORS[config.estimator](terms.logprobs, batch.ref_logprobs)
+        total = total + config.kl_weight * share(kl)
         metrics["kl"] = token_mean(kl, batch)
     if terms.entropy is not None:
         if config.entropy_coef:

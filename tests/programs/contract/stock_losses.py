@@ -16,7 +16,7 @@ from megatron.core import mpu
 from swift.megatron.trainers.grpo_trainer import MegatronGRPOTrainer as Stock
 from swift.rl_core.data import GRPOBatch
 
-from swift_megatron_grpo.settings.config import LossConfig
+from swift_megatron_grpo.settings.losses import LossConfig
 from tests.support.loss_cases import CASES, GROUP, LENGTHS, LIMIT, Case
 from tests.unit.training.loss.losses import Step, make_step
 
@@ -32,9 +32,9 @@ def trainer(config: LossConfig, case: Case, sequences: int) -> Any:
     settings = {
         "args": Namespace(overlong_filter=case.overlong_filter, delta=config.delta, num_microbatches=1),
         "micro_batch_size": sequences, "num_generations": GROUP, "max_completion_length": LIMIT,
-        "loss_type": config.name, "beta": config.beta, "kl_in_reward": False, "temperature": 1.0,
-        "importance_sampling_level": config.level, "epsilon_low": config.epsilon_low,
-        "epsilon_high": config.epsilon_high, "real_tau": config.real_tau,
+        "loss_type": config.name, "beta": config.kl_weight, "kl_in_reward": False, "temperature": 1.0,
+        "importance_sampling_level": config.importance_sampling_level, "epsilon_low": config.epsilon,
+        "epsilon_high": config.high, "real_tau": config.real_tau,
         **vars(config.sapo), **vars(config.fipo), "fipo_gamma": 2 ** (-1 / config.fipo.fipo_decay_rate),
         "log_entropy": config.log_entropy, "top_entropy_quantile": case.quantile, "compute_entropy": True,
         **vars(config.correction), "disable_rollout_importance_sampling": False,

@@ -15,14 +15,14 @@ from swift_megatron_grpo.cli.check_layouts.ranks import fixed_samples
 def main(out: str, flags: list[str]) -> None:
     from swift.megatron.pipelines.train.rlhf import MegatronRLHF
 
-    from swift_megatron_grpo.settings.config import LossConfig
+    from swift_megatron_grpo.settings.losses import LossConfig
     from swift_megatron_grpo.training.engine import NonFiniteStep, NonFiniteWeights
     from swift_megatron_grpo.training.loss import make_loss
 
     trainer = MegatronRLHF(flags).prepare_trainer()
     trainer.setup_model_training()
     engine = trainer.build_engine()
-    loss = make_loss(LossConfig(name="grpo", epsilon_low=0.2, epsilon_high=0.2, beta=0.0))
+    loss = make_loss(LossConfig(loss_type="grpo", epsilon=0.2, epsilon_high=0.2, beta=0.0))
     before = [p.detach().clone() for p in trainer.unwrapped_models[0].parameters()]
 
     samples = fixed_samples(trainer.config.padded_vocab_size, 8, policies_given=True)

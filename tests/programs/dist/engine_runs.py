@@ -24,10 +24,10 @@ def make_trainer(flags: list[str]) -> Any:
 
 
 def make_loss() -> Any:
-    from swift_megatron_grpo.settings.config import LossConfig
+    from swift_megatron_grpo.settings.losses import LossConfig
     from swift_megatron_grpo.training import loss
 
-    return loss.make_loss(LossConfig(name="grpo", epsilon_low=0.2, epsilon_high=0.28, beta=0.1))
+    return loss.make_loss(LossConfig(loss_type="grpo", epsilon=0.2, epsilon_high=0.28, beta=0.1))
 
 
 def write_report(out: str, report: Report) -> None:

@@ -34,8 +34,7 @@ def main(out: str, flags: list[str], layout: str) -> None:
 
 
 def make_losses() -> dict[str, Any]:
-    from swift_megatron_grpo.settings.config import LossConfig
-    from swift_megatron_grpo.settings.losses import Correction
+    from swift_megatron_grpo.settings.losses import Correction, LossConfig
     from swift_megatron_grpo.training.loss import LOSSES, make_loss
 
     correction = Correction(
@@ -43,10 +42,18 @@ def make_losses() -> dict[str, Any]:
         rollout_importance_sampling_threshold=1.2,
         log_rollout_offpolicy_metrics=True,
     )
-    plain = LossConfig("grpo", 0.2, 0.3, 0.1, log_entropy=True, max_completion_length=32, correction=correction)
-    configs = {name: replace(plain, name=name) for name in LOSSES}
+    plain = LossConfig(
+        loss_type="grpo",
+        epsilon=0.2,
+        epsilon_high=0.3,
+        beta=0.1,
+        log_entropy=True,
+        max_completion_length=32,
+        correction=correction,
+    )
+    configs = {name: replace(plain, loss_type=name) for name in LOSSES}
     configs["real"] = replace(configs["real"], correction=Correction(off_policy_sequence_mask_delta=0.01))
-    configs["gspo"] = replace(plain, level="sequence", entropy_coef=0.01)
+    configs["gspo"] = replace(plain, importance_sampling_level="sequence", entropy_coef=0.01)
     masked = replace(correction, rollout_importance_sampling_mode="sequence_mask", off_policy_sequence_mask_delta=0.05)
     configs["sequence_mask"] = replace(plain, correction=masked)
     return {name: (make_loss(config), ("logprob", "entropy")) for name, config in configs.items()}

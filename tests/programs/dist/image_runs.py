@@ -77,7 +77,7 @@ def run_layout(name: str, flags: list[str], batches: list[str], folder: str) -> 
     """Train as cli/check_layouts does, on samples with images."""
     from swift.megatron.pipelines.train.rlhf import MegatronRLHF
 
-    from swift_megatron_grpo.settings.config import LossConfig
+    from swift_megatron_grpo.settings.losses import LossConfig
     from swift_megatron_grpo.training.loss import make_loss
     from swift_megatron_grpo.training.trained_weights import gather_parameters
     from swift_megatron_grpo.weights.export.export import export_weights
@@ -85,7 +85,7 @@ def run_layout(name: str, flags: list[str], batches: list[str], folder: str) -> 
     trainer = MegatronRLHF([*flags, *Variant.parse(name).flags()]).prepare_trainer()
     trainer.setup_model_training()
     engine = trainer.build_engine()
-    loss = make_loss(LossConfig(name="grpo", epsilon_low=0.2, epsilon_high=0.28, beta=0.1))
+    loss = make_loss(LossConfig(loss_type="grpo", epsilon=0.2, epsilon_high=0.28, beta=0.1))
     metrics, logprobs, first = [], {}, []
     for number, kind in enumerate(batches, start=1):
         samples = image_samples(trainer.template, number, kind == "given")
@@ -121,7 +121,7 @@ def count_embedded(flags: list[str], report: str) -> None:
     """Write how many images a vision tower embeds in two passes and a step: frozen, and with its weights trained."""
     from swift.megatron.pipelines.train.rlhf import MegatronRLHF
 
-    from swift_megatron_grpo.settings.config import LossConfig
+    from swift_megatron_grpo.settings.losses import LossConfig
     from swift_megatron_grpo.training.loss import make_loss
 
     trainer = MegatronRLHF(flags).prepare_trainer()
@@ -137,7 +137,7 @@ def count_embedded(flags: list[str], report: str) -> None:
     for _ in range(2):
         engine.infer(samples)
         counts.append(sum(embedded))
-    engine.train_step(samples, make_loss(LossConfig("grpo", 0.2, 0.28, beta=0.1)))
+    engine.train_step(samples, make_loss(LossConfig(loss_type="grpo", epsilon=0.2, epsilon_high=0.28, beta=0.1)))
     counts.append(sum(embedded))
     kept = len(trainer.unwrapped_models[0].visual.get_inputs_embeds.__self__._kept)
     del samples

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from swift_megatron_grpo.cli.check_layouts.ranks import fixed_samples, megatron_torn_down
-from swift_megatron_grpo.settings.config import LossConfig
+from swift_megatron_grpo.settings.losses import LossConfig
 from swift_megatron_grpo.settings.trained import Offloading
 from swift_megatron_grpo.training.loss import make_loss
 from swift_megatron_grpo.training.memory.residency import Residency
@@ -77,7 +77,7 @@ class Run:
         self.trainer.setup_model_training()
         self.engine = self.trainer.build_engine()
         self.reference = make_reference(self.trainer, self.engine)
-        self.loss = make_loss(LossConfig(name="grpo", epsilon_low=0.2, epsilon_high=0.28, beta=0.1))
+        self.loss = make_loss(LossConfig(loss_type="grpo", epsilon=0.2, epsilon_high=0.28, beta=0.1))
         self.decisions: list[str] = []
         self.spare = 0  # bytes of the GPU that are free while nothing is offloaded
         trainer = self.trainer

@@ -8,7 +8,7 @@ import pytest
 
 from swift_megatron_grpo.settings import config
 from swift_megatron_grpo.settings.algorithm import Algorithm, defaults_of
-from swift_megatron_grpo.settings.losses import Correction, Fipo, Kl, Sapo
+from swift_megatron_grpo.settings.losses import Correction, Fipo, Kl, LossConfig, LossName, Sapo
 from swift_megatron_grpo.training.loss import LOSSES
 from tests.unit.arguments.test_grpo_arguments import model, refuse, typed  # noqa: F401  (fixtures)
 from tests.unit.settings.flags import faults, of
@@ -81,7 +81,7 @@ ACCEPTED: list[dict[str, Any]] = [
 
 
 def faults_of(typed: dict[str, Any]) -> str:  # noqa: F811
-    groups = (Algorithm, Sapo, Fipo, Correction, Kl)
+    groups = (Algorithm, LossConfig, Sapo, Fipo, Correction, Kl)
     return "\n".join(filter(None, (faults(group, **typed) for group in groups)))
 
 
@@ -99,7 +99,7 @@ def test_valid_combinations_are_accepted(changes: dict[str, Any]) -> None:
 
 
 def test_the_choices_are_those_of_losses() -> None:
-    assert set(get_args(config.LossName)) == set(LOSSES)
+    assert set(get_args(LossName)) == set(LOSSES)
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus"])

@@ -13,14 +13,13 @@ from swift_megatron_grpo.loop.step import GRPOLoop
 from swift_megatron_grpo.output.recording.rows import no_images
 from swift_megatron_grpo.output.recording.unfinished import UnfinishedRollout, read_unfinished, shared_settings
 from swift_megatron_grpo.output.recording.values import Limits
-from swift_megatron_grpo.settings.config import LossConfig
-from swift_megatron_grpo.settings.losses import Correction
+from swift_megatron_grpo.settings.losses import Correction, LossConfig
 from swift_megatron_grpo.types import Prompt, Sample
 from tests.fakes.generation import LOGPROB
 from tests.fakes.runs import PROMPTS, ROWS, STEP, FakeRun, fake_run, kl_of, routing_of
 
 BEFORE = -2.0  # log-prob of a token before the first update
-LOSS = LossConfig("grpo", 0.2, 0.2, beta=0.0)
+LOSS = LossConfig(loss_type="grpo", epsilon=0.2, epsilon_high=0.2, beta=0.0)
 
 
 def loop_of(run: FakeRun, steps_done: int = 0, unfinished: UnfinishedRollout | None = None) -> GRPOLoop:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from swift_megatron_grpo.settings.config import LossConfig
+from swift_megatron_grpo.settings.losses import LossConfig
 from tests.unit.training.loss.losses import Step
 
 Value = torch.Tensor  # a number, fp64, with gradient
@@ -43,7 +43,7 @@ def total(step: Step, now: list[Value], config: LossConfig) -> Value:
                 policy = policy_loss(step, i, t, now[i], ratios, config)
             kl = number(0.0)
             if sample.ref_logprobs is not None:
-                kl = config.beta * divergence(now[i][t], number(sample.ref_logprobs[t]), config.kl_estimator)
+                kl = config.kl_weight * divergence(now[i][t], number(sample.ref_logprobs[t]), config.estimator)
             bonus = config.entropy_coef * step.entropies[i][t]
             rows.append((policy + kl - bonus) * weights[t] * kept)
         of_tokens[i] = rows
@@ -73,9 +73,9 @@ def log_ratios(step: Step, i: int, now: Value) -> list[Value]:
 
 def importance(log_ratio: list[Value], config: LossConfig) -> list[Value]:
     mean = sum(log_ratio, number(0.0)) / len(log_ratio)
-    if config.level == "token":
+    if config.importance_sampling_level == "token":
         return [x.exp() for x in log_ratio]
-    if config.level == "sequence":
+    if config.importance_sampling_level == "sequence":
         return [mean.exp() for _ in log_ratio]
     return [mean.detach().exp() * (x - x.detach()).exp() for x in log_ratio]
 
@@ -83,7 +83,7 @@ def importance(log_ratio: list[Value], config: LossConfig) -> list[Value]:
 def policy_loss(step: Step, i: int, t: int, now: Value, ratios: list[Value], config: LossConfig) -> Value:
     advantage, r = step.samples[i].advantage, ratios[t]
     if config.name == "cispo":
-        return -min(r.item(), config.epsilon_high) * advantage * now[t]  # (ms-swift): epsilon_high is the bound
+        return -min(r.item(), config.high) * advantage * now[t]  # (ms-swift): epsilon_high is the bound
     if config.name == "sapo":
         tau = config.sapo.tau_pos if advantage > 0 else config.sapo.tau_neg
         return -(4 / tau) / (1 + (-tau * (r - 1)).exp()) * advantage
@@ -95,10 +95,10 @@ def policy_loss(step: Step, i: int, t: int, now: Value, ratios: list[Value], con
 
 def surrogate(r: Value, advantage: float, config: LossConfig) -> Value:
     clipped = r
-    if r < 1 - config.epsilon_low:
-        clipped = number(1 - config.epsilon_low)
-    if r > 1 + config.epsilon_high:
-        clipped = number(1 + config.epsilon_high)
+    if r < 1 - config.epsilon:
+        clipped = number(1 - config.epsilon)
+    if r > 1 + config.high:
+        clipped = number(1 + config.high)
     first = number(config.delta) if config.delta is not None and r > config.delta else r
     gain = first * advantage if first * advantage < clipped * advantage else clipped * advantage
     if config.dual_clip is not None and advantage < 0 and gain < config.dual_clip * advantage:

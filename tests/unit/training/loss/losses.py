@@ -10,7 +10,7 @@ import torch
 
 from swift_megatron_grpo.packing.collate import MicroBatch, collate, count
 from swift_megatron_grpo.packing.plan import Alignment
-from swift_megatron_grpo.settings.config import LossConfig
+from swift_megatron_grpo.settings.losses import LossConfig
 from swift_megatron_grpo.training.loss import TokenOutput, make_loss
 from swift_megatron_grpo.types import Sample
 

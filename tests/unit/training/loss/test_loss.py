@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift_megatron_grpo.settings.config import LossConfig
-from swift_megatron_grpo.settings.losses import Correction, Fipo
+from swift_megatron_grpo.settings.losses import Correction, Fipo, LossConfig
 from swift_megatron_grpo.training.loss import LOSSES, effective_sample_size
 from swift_megatron_grpo.training.loss.policies import discounted_future_sum
 from swift_megatron_grpo.types import Sample
@@ -20,8 +19,8 @@ from tests.unit.training.loss.loss_formulas import reference
 from tests.unit.training.loss.losses import GROUP, Step, make_step, run
 
 PLAIN = LossConfig(
-    name="grpo",
-    epsilon_low=0.2,
+    loss_type="grpo",
+    epsilon=0.2,
     epsilon_high=0.3,
     beta=0.1,
     max_completion_length=16,
@@ -38,7 +37,7 @@ VARIANTS = {
     "dual_clip": replace(PLAIN, dual_clip=1.6),
     "entropy": replace(PLAIN, entropy_coef=0.05),
     "mask": replace(PLAIN, correction=Correction(off_policy_sequence_mask_delta=0.02)),
-    **{level: replace(PLAIN, level=level) for level in LEVELS[1:]},
+    **{level: replace(PLAIN, importance_sampling_level=level) for level in LEVELS[1:]},
     **{
         mode: replace(
             PLAIN,
@@ -78,7 +77,7 @@ def check(step: Step, config: LossConfig) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_value_and_gradient_match_the_formula(name: str, variant: str) -> None:
     for seed in range(3):
-        check(make_step([5, 1, 9, 3, 2, 7, 4, 6], seed), replace(VARIANTS[variant], name=name))
+        check(make_step([5, 1, 9, 3, 2, 7, 4, 6], seed), replace(VARIANTS[variant], loss_type=name))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -86,7 +85,7 @@ def test_on_policy_value_and_gradient_match_the_formula(name: str) -> None:
     step = make_step([5, 1, 9, 3])
     for sample in step.samples:
         sample.old_logprobs = None
-    config = replace(PLAIN, name=name, epsilon_high=5.0 if name == "cispo" else 0.3)  # for cispo, the bound itself
+    config = replace(PLAIN, loss_type=name, epsilon_high=5.0 if name == "cispo" else 0.3)  # for cispo, the bound itself
     check(step, config)
     metrics = run(step, config).metrics
     assert metrics["actor/approxkl"] == 0 and metrics.get("actor/clipfrac", 0) == 0  # exactly
@@ -98,7 +97,7 @@ def test_unselected_tokens_are_in_the_kl_but_not_in_the_policy_loss(name: str) -
     rng = random.Random(1)
     for sample in step.samples:
         sample.selected = [rng.random() < 0.5 for _ in range(sum(sample.completion_mask))]
-    check(step, replace(PLAIN, name=name))
+    check(step, replace(PLAIN, loss_type=name))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -109,7 +108,7 @@ def test_completions_that_overlong_filter_removes_count_only_in_divisors(name: s
     removed.completion_mask, removed.left_out = [False] * len(removed.tokens), 9
     removed.old_logprobs = removed.ref_logprobs = removed.rollout_logprobs = []
     step.logprobs[2], step.entropies[2] = [], []
-    check(step, replace(PLAIN, name=name))
+    check(step, replace(PLAIN, loss_type=name))
 
 
 def test_delta_and_dual_clip_are_the_same_bound_where_both_apply() -> None:
@@ -155,7 +154,7 @@ def test_loss_gradient_and_metrics_do_not_depend_on_packing(name: str, data: st.
     """They do not depend on the assignment to ranks either: shares of ranks add up like those of micro batches."""
     step, micro_batches = data.draw(steps_in_micro_batches())
     variant = data.draw(st.sampled_from(sorted(VARIANTS)))
-    config = replace(VARIANTS[variant], name=name)
+    config = replace(VARIANTS[variant], loss_type=name)
     if name != "real":  # real needs whole groups in a micro batch
         micro_batches = [micro_batches[0][:-1], [micro_batches[0][-1], *micro_batches[1]]]
     whole, split = run(step, config), run(step, config, micro_batches)
@@ -174,7 +173,7 @@ def test_a_sample_without_trained_tokens_changes_nothing(name: str) -> None:
     longer = Step([*step.samples, empty], [*step.logprobs, []], [*step.entropies, []])
     config = replace(
         PLAIN,
-        name=name,
+        loss_type=name,
         correction=replace(
             CORRECTION, rollout_importance_sampling_mode="sequence_mask", off_policy_sequence_mask_delta=0.1
         ),
@@ -200,7 +199,7 @@ def test_extreme_log_probs_and_lengths_cause_no_nan(name: str, variant: str, adv
     ):
         step.logprobs[0], step.samples[0].old_logprobs = now, old
         step.samples[0].ref_logprobs, step.samples[0].rollout_logprobs = reference_, rollout
-        result = run(step, replace(VARIANTS[variant], name=name))
+        result = run(step, replace(VARIANTS[variant], loss_type=name))
         assert math.isfinite(result.loss)
         assert all(map(math.isfinite, (g for gradient in result.gradients.values() for g in gradient)))
         assert all(map(math.isfinite, result.metrics.values()))
@@ -213,7 +212,7 @@ def test_a_step_without_trained_tokens_has_loss_zero(name: str) -> None:
         sample.left_out = 3
     config = replace(
         PLAIN,
-        name=name,
+        loss_type=name,
         correction=replace(
             CORRECTION, rollout_importance_sampling_mode="token_mask", off_policy_sequence_mask_delta=0.1
         ),
@@ -241,7 +240,7 @@ def test_clipped_tokens_are_those_whose_gradient_clipping_removes() -> None:
     high = Sample([1, 1, 1], [False, True, True], advantage=1.0, old_logprobs=[-2.0, -2.0])
     low = Sample([1, 1], [False, True], advantage=-1.0, old_logprobs=[-1.0], group=1)
     step = Step([high, low], [[-1.0, -2.0], [-3.0]], [[0.0, 0.0], [0.0]])  # ratios e (clipped), 1 and e^-2 (clipped)
-    result = run(step, LossConfig("grpo", 0.2, 0.2, 0.0))
+    result = run(step, LossConfig(loss_type="grpo", epsilon=0.2, epsilon_high=0.2, beta=0.0))
     assert result.gradients == {0: [0.0, pytest.approx(-0.25)], 1: [0.0]}
     third = pytest.approx(1 / 3)
     assert result.metrics["clip_ratio/high_mean"] == result.metrics["clip_ratio/low_mean"] == third
