@@ -18,14 +18,12 @@ from swift_megatron_grpo.settings.config import (
     GradingConfig,
     GRPOConfig,
     MultiTurnConfig,
-    ReferenceConfig,
     SavedParts,
     ServerConfig,
     VllmConfig,
 )
 from swift_megatron_grpo.settings.images import Images
 from swift_megatron_grpo.settings.positions import Positions
-from swift_megatron_grpo.settings.reference import Reference
 from swift_megatron_grpo.settings.routing import Routing
 from swift_megatron_grpo.settings.sampling import Evaluation, Sampling
 from swift_megatron_grpo.settings.servers import Servers
@@ -66,13 +64,6 @@ def configure(args: GRPOArguments) -> GRPOConfig:
             names=args.evaluation_names,
         ),
         vision_tower_share=args.of(Images).trained_share(args.most_images),
-        reference=ReferenceConfig(
-            beta=args.beta,
-            model_dir=args.of(Reference).copied_from,
-            in_megatron_format=args.mcore_ref_model is not None,
-            layout=args.reference_layout,
-            adapter=args.ref_adapters[0] if args.beta != 0 and args.ref_adapters else None,
-        ),
         saved=_saved_parts(args),
         vocabulary=model_identity(args.model_config)["vocab_size"],
         max_staleness=args.of(Asynchronous).rollouts_ahead,

@@ -239,7 +239,7 @@ def engine_settings(config: GRPOConfig) -> EngineSettings:
 def reference_engine_settings(config: GRPOConfig) -> EngineSettings:
     """Return the settings of the frozen copy. In its own layout, a rank may get other samples than it trains."""
     settings = engine_settings(config)
-    if config.reference.layout is None:
+    if not config.reference.sizes:
         return settings
     if settings.share_prompts_from is not None:  # its layout may not allow it
         settings = replace(settings, share_prompts_from=SHARE_PROMPTS_FROM["auto"])

@@ -10,9 +10,9 @@ import torch
 from swift_megatron_grpo.settings.adapter import Adapter
 from swift_megatron_grpo.settings.batches import BatchSizes, MicroBatches
 from swift_megatron_grpo.settings.flag import Flags
-from swift_megatron_grpo.settings.layout import Layout
 from swift_megatron_grpo.settings.losses import Kl, LossConfig
 from swift_megatron_grpo.settings.recording import CompletionLogging, Recording
+from swift_megatron_grpo.settings.reference import Reference
 from swift_megatron_grpo.settings.routing import Routing
 from swift_megatron_grpo.settings.run import Data
 from swift_megatron_grpo.settings.time_limits import TimeLimits
@@ -141,17 +141,6 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ReferenceConfig:
-    """The reference policy. Full tuning: a frozen copy; LoRA: the model with another adapter, or without one."""
-
-    beta: float
-    model_dir: str | None  # weights of the frozen copy, a folder or a hub id; None: there is no copy
-    in_megatron_format: bool  # model_dir comes from --mcore_ref_model
-    layout: Layout | None  # of the frozen copy; None: as in training
-    adapter: str | None = None  # folder of the adapter of --ref_adapters
-
-
-@dataclass(frozen=True, slots=True)
 class SavedParts:
     """The parts of a checkpoint, which determine its size."""
 
@@ -175,6 +164,7 @@ class GRPOConfig(Flags):
     log: CompletionLogging
     kl: Kl
     loss: LossConfig
+    reference: Reference
     deadlines: TimeLimits
     routing: Routing
     batch: BatchSizes
@@ -184,7 +174,6 @@ class GRPOConfig(Flags):
     grading: GradingConfig
     evaluation: EvaluationConfig
     vision_tower_share: float  # share of the work of a trained vision tower that a training pass has
-    reference: ReferenceConfig
     saved: SavedParts
     recording: Recording
     typed: tuple[tuple[str, str], ...]  # the flags that decide what a run generates and trains

@@ -36,7 +36,8 @@ class Reference(Flags):
     ref_model: str | None
     mcore_ref_model: str | None
     beta: float | None
-    adapter: Adapter
+    trained: Adapter
+    ref_adapters: list[str]
     batches: Batches
 
     @property
@@ -46,11 +47,16 @@ class Reference(Flags):
         return {name.removeprefix("ref_"): size for name, size in sizes.items() if size is not None}
 
     @property
-    def copied_from(self) -> str | None:
+    def model_dir(self) -> str | None:
         """The weights of the frozen copy, a folder or a hub id; None: there is no copy."""
-        if self.beta == 0 or self.adapter.exists:
+        if self.beta == 0 or self.trained.exists:
             return None
         return self.mcore_ref_model or self.ref_model or self.model
+
+    @property
+    def adapter(self) -> str | None:
+        """The folder of the reference's adapter."""
+        return self.ref_adapters[0] if self.beta != 0 and self.ref_adapters else None
 
     def layout(self, training: Layout) -> Layout | None:
         """Return the layout of the copy; None: as in training."""
@@ -70,9 +76,9 @@ class Reference(Flags):
 
     @rule
     def the_copy_is_of_one_checkpoint(self) -> Faults:
-        if self.ref_model is not None and self.adapter.exists:
+        if self.ref_model is not None and self.trained.exists:
             yield "--ref_model: the reference of a LoRA run is the model without its adapter; leave it out"
-        if self.mcore_ref_model is not None and (self.adapter.exists or self.ref_model is not None):
+        if self.mcore_ref_model is not None and (self.trained.exists or self.ref_model is not None):
             reason = "the reference is the frozen copy of a run without an adapter, from one checkpoint"
             yield f"--mcore_ref_model {self.mcore_ref_model}: {reason}; leave it or the other flag out"
 
@@ -81,11 +87,11 @@ class Reference(Flags):
         copy = self.layout(layout)
         if copy is None:
             return
-        if self.beta == 0 or self.adapter.exists:
+        if self.beta == 0 or self.trained.exists:
             lora = "the reference of a LoRA run is the model without its adapter"
             yield (
                 "the --ref_..._parallel_size flags need a frozen reference copy, and "
-                f"{lora if self.adapter.exists else '--beta is 0'}; leave them out"
+                f"{lora if self.trained.exists else '--beta is 0'}; leave them out"
             )
         for size, value in self.sizes.items():
             if value <= 0:

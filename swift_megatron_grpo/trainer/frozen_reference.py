@@ -24,13 +24,14 @@ def load_frozen_reference(args: GRPOArguments, config: GRPOConfig, template: Tem
     settings = config.reference
     if settings.beta == 0 or settings.model_dir is None:
         return None
-    layout = None if settings.layout is None else ReferenceLayout(settings.layout, args.ddp_timeout // 60)
+    sizes = settings.layout(config.batch.layout)
+    layout = None if sizes is None else ReferenceLayout(sizes, args.ddp_timeout // 60)
     with nullcontext() if layout is None else layout.active():
         of_copy = args.of_reference()
         models = get_mcore_model(of_copy, template.config)
         for model in models:
             model.to(torch.cuda.current_device())
-        if settings.in_megatron_format:
+        if settings.mcore_ref_model is not None:
             load_mcore_checkpoint(of_copy, models, load_arg="mcore_ref_model")
         else:
             folder = safe_snapshot_download(settings.model_dir, use_hf=args.use_hf, hub_token=args.hub_token)

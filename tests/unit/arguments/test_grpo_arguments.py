@@ -299,6 +299,7 @@ print("RESULT" + json.dumps({
     "notes": [line for line in start_up_lines(noted) if line not in start_up_lines(full)],
     "full": repr(configure(full)),
     "lora": repr(configure(lora)),
+    "references": [configure(full).reference.model_dir, configure(lora).reference.model_dir],
     "reward names": turns.reward_names,
     "only servers": [*by_servers.reward_names, of_servers],
     "grading error": grading_error,
@@ -365,20 +366,20 @@ def test_the_start_up_log_names_the_trainer_and_the_layout(accepted: dict[str, A
 def test_the_settings_of_the_stages_equal_the_flags(accepted: dict[str, Any]) -> None:
     full, lora = accepted["full"], accepted["lora"]
     for part in (
-        "epsilon_low=0.2, epsilon_high=0.3, beta=0.04",
-        "beta=0.04, model_dir='tiny'",
+        "epsilon=0.2, epsilon_high=0.3, importance_sampling_level='token'",
+        "max_completion_length=512, beta=0.04, kl_estimator=None",
         "reward_names=('Format',), reward_weights=(1.0,), scale_rewards='group', bad_reward='stop'",
         "dtype=torch.bfloat16, tensor_parallel_size=1, gpu_memory_utilization=0.9, max_model_len=None, max_num_seqs=16",
         "CompletionLogging(log_completions=True",
     ):
         assert part in full
     for part in (
-        "model_dir=None",
         "reward_weights=(0.5,)",
         "bad_reward='drop'",
         "max_num_seqs=32",
     ):
         assert part in lora
+    assert accepted["references"] == ["tiny", None]
     assert accepted["saved"] == ["drop", False]  # no model of ModelScope
 
 

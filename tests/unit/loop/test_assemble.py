@@ -30,7 +30,6 @@ from swift_megatron_grpo.output.recording.unfinished import UnfinishedRollout, s
 from swift_megatron_grpo.settings.batches import MicroBatches
 from swift_megatron_grpo.settings.config import (
     CANARY_TOKENS,
-    ReferenceConfig,
 )
 from swift_megatron_grpo.types import Graded, Rollout
 from tests.fakes.ranks import OneRank
@@ -39,9 +38,9 @@ from tests.fakes.runs import ROWS, SAMPLING, fake_run
 MICRO_BATCHES = MicroBatches(
     micro_batch_size=4, share_prompts="false", context_parallel_size=1, attention_backend="flash"
 )
-NO_REFERENCE = ReferenceConfig(beta=0.0, model_dir=None, in_megatron_format=False, layout=None)
-REFERENCE = replace(NO_REFERENCE, beta=0.1)
-OWN_LAYOUT: Any = object()
+NO_REFERENCE: Any = SimpleNamespace(beta=0.0, sizes={}, adapter=None)
+REFERENCE: Any = SimpleNamespace(beta=0.1, sizes={}, adapter=None)
+IN_OWN_LAYOUT: Any = SimpleNamespace(beta=0.1, sizes={"tensor_model_parallel_size": 2}, adapter=None)
 NOT_CALLED: Any = None
 
 
@@ -73,17 +72,16 @@ def inputs_of(**changed: Any) -> Any:
 
 
 def test_a_reference_in_another_layout_has_the_budget_of_forward_passes() -> None:
-    own = replace(REFERENCE, layout=OWN_LAYOUT)
     trained = replace(MICRO_BATCHES, max_tokens_per_micro_batch=100, share_prompts="true")
-    settings = reference_engine_settings(config_of(micro_batches=trained, reference=own))
+    settings = reference_engine_settings(config_of(micro_batches=trained, reference=IN_OWN_LAYOUT))
     assert settings.max_tokens == 100 and settings.share_prompts_from == 0.05  # its layout may not allow more
     larger = replace(trained, infer_max_tokens_per_micro_batch=300)
-    assert reference_engine_settings(config_of(micro_batches=larger, reference=own)).max_tokens == 300
+    assert reference_engine_settings(config_of(micro_batches=larger, reference=IN_OWN_LAYOUT)).max_tokens == 300
 
 
 def test_a_reference_in_another_layout_has_micro_batches_of_completions() -> None:
     """A rank may get another number of samples than it trains, so the micro batches of a pass may be smaller."""
-    settings = reference_engine_settings(config_of(reference=replace(REFERENCE, layout=OWN_LAYOUT)))
+    settings = reference_engine_settings(config_of(reference=IN_OWN_LAYOUT))
     assert (settings.micro_batch_size, settings.infer_micro_batch_size) == (1, 4)
 
 
@@ -112,7 +110,7 @@ def test_the_reference_is_the_copy_or_the_model_with_another_adapter() -> None:
     def passes(name: str) -> Any:
         return SimpleNamespace(infer=lambda samples: {0: [name, *active]}, parallel=None)
 
-    def infer(settings: ReferenceConfig, loaded: LoadedModels) -> Any:
+    def infer(settings: Any, loaded: LoadedModels) -> Any:
         ranks: Any = OneRank()
         training: Any = SimpleNamespace(passes=passes("trained"))
         reference = reference_policy(config_of(reference=settings), loaded, training, ranks)
@@ -126,7 +124,7 @@ def test_the_reference_is_the_copy_or_the_model_with_another_adapter() -> None:
     assert infer(REFERENCE, models(FrozenReference(passes("copy"), None))) == ["copy"]
     assert infer(REFERENCE, models(FrozenReference(passes("copy"), layout))) == ["copy", "layout"]
     assert infer(REFERENCE, models(peft=[adapter])) == ["trained", "disabled"]
-    assert infer(replace(REFERENCE, adapter="folder"), models(peft=[adapter])) == ["trained"]
+    assert infer(SimpleNamespace(beta=0.1, sizes={}, adapter="folder"), models(peft=[adapter])) == ["trained"]
 
 
 # ---- prompts
