@@ -2,7 +2,6 @@
 
 grpo_trainer.py      MegatronGRPOTrainer: load the models, hand every step to loop/
 start.py             before the model loads: check checkpoints, reach servers, make settings
-frozen_reference.py  load the frozen copy that is the reference policy
 
 Tests: tests/unit/trainer, tests/e2e.
 """

@@ -7,23 +7,26 @@ callbacks belong to its parent class.
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from swift.megatron.model import get_mcore_model
 from swift.megatron.trainers.base import BaseMegatronTrainer
-from swift.megatron.utils.megatron_lm_utils import is_empty_async_queue
+from swift.megatron.utils.megatron_lm_utils import is_empty_async_queue, load_mcore_checkpoint
 from swift.template import Template
-from swift.utils import JsonlWriter, get_logger, is_master
+from swift.utils import JsonlWriter, get_logger, is_master, safe_snapshot_download
 
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 from swift_megatron_grpo.data.image_reader import ImageReader
 from swift_megatron_grpo.loop.assemble import (
+    FrozenReference,
     LoadedModels,
     RunInputs,
     assemble_loop,
     evaluation,
+    reference_engine_settings,
     training_engine,
 )
 from swift_megatron_grpo.loop.evaluation import Evaluation
@@ -32,13 +35,14 @@ from swift_megatron_grpo.output.checkpoints.saving import CheckpointWriter, in_o
 from swift_megatron_grpo.runtime.failures import SharedFailure
 from swift_megatron_grpo.runtime.parallel import RankPosition
 from swift_megatron_grpo.runtime.stopping.report import StoppedBySignal, last_line
+from swift_megatron_grpo.settings.config import GRPOConfig
 from swift_megatron_grpo.settings.trained import Trained
-from swift_megatron_grpo.trainer.frozen_reference import load_frozen_reference
 from swift_megatron_grpo.trainer.start import Start, checkpoint_writer, next_save, resumed_from
 from swift_megatron_grpo.training.engine import MegatronEngine
 from swift_megatron_grpo.training.layers.attention_check import check_attention
-from swift_megatron_grpo.training.preparation import prepare_trained
-from swift_megatron_grpo.training.reference import load_reference_adapter
+from swift_megatron_grpo.training.passes import Passes
+from swift_megatron_grpo.training.preparation import prepare_frozen, prepare_trained
+from swift_megatron_grpo.training.reference import ReferenceLayout, load_reference_adapter
 from swift_megatron_grpo.training.trained_weights import check_trained, saved_bytes
 from swift_megatron_grpo.training.upstream_fixes import hybrid_optimizer
 from swift_megatron_grpo.training.upstream_fixes.adapter_settings import (
@@ -309,3 +313,25 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
 def _tensors(metrics: dict[str, float]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(value, device=torch.cuda.current_device()) for name, value in metrics.items()}
+
+
+def load_frozen_reference(args: GRPOArguments, config: GRPOConfig, template: Template) -> FrozenReference | None:
+    """Load the frozen copy, in its own parallel layout if it has one; None if the reference policy is not a copy."""
+    settings = config.reference
+    if settings.beta == 0 or settings.model_dir is None:
+        return None
+    sizes = settings.layout(config.batch.layout)
+    layout = None if sizes is None else ReferenceLayout(sizes, args.ddp_timeout // 60)
+    with nullcontext() if layout is None else layout.active():
+        of_copy = args.of_reference()
+        models = get_mcore_model(of_copy, template.config)
+        for model in models:
+            model.to(torch.cuda.current_device())
+        if settings.mcore_ref_model is not None:
+            load_mcore_checkpoint(of_copy, models, load_arg="mcore_ref_model")
+        else:
+            folder = safe_snapshot_download(settings.model_dir, use_hf=args.use_hf, hub_token=args.hub_token)
+            with every_tensor_read(models[0].config, args.unread_tensors):
+                models[0].config.bridge.load_weights(models, folder)
+        prepare_frozen(models, args.fast_kernels)
+        return FrozenReference(Passes(models, reference_engine_settings(config)), layout)
