@@ -148,6 +148,9 @@ def _as_markdown(text: str) -> str:
 def _flag(group: str, field: ast.AnnAssign, aliases: dict[str, tuple[str, ...]]) -> Flag:
     assert isinstance(field.target, ast.Name) and field.value is not None
     name, described, choices = field.target.id, _type(field.annotation), _choices(field.annotation, aliases)
+    if isinstance(field.value, ast.Call) and field.value.args:
+        usual, text = field.value.args
+        return Flag(name, group, described, choices, _value(usual), ast.literal_eval(text).replace("%%", "%"))
     if isinstance(field.value, ast.Call):
         given = {keyword.arg: keyword.value for keyword in field.value.keywords}
         default = _value(given["default"]) if "default" in given else None

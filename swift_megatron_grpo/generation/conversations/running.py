@@ -237,7 +237,7 @@ def end_without_room(scheduler: MultiTurnScheduler) -> None:
         request: RolloutInferRequest, choice: ChatCompletionResponseChoice, turn: int
     ) -> dict[str, Any]:
         if isinstance(choice, _Unanswered):
-            return {"done": True, "response_token_ids": [], "response_loss_mask": []}
+            return {"done": True}
         result: dict[str, Any] = await original(request, choice, turn)
         return result
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import aiohttp
@@ -64,9 +64,7 @@ class Client:
             task.cancel()
 
     async def status(self, timeout: float) -> ServerStatus:
-        response = await self._request("GET", Routes.STATUS, timeout)
-        with _as_invalid("its status"):
-            return ServerStatus.from_json(response)
+        return _read("its status", ServerStatus.from_json, await self._request("GET", Routes.STATUS, timeout))
 
     async def generate_batch(self, payloads: Sequence[dict[str, Any]], timeout: float, accept: Accept) -> None:
         """Send requests together. Call `accept` with the place and the response of each, as soon as it arrives."""
@@ -96,14 +94,12 @@ class Client:
     async def score_text(self, payload: dict[str, Any], timeout: float) -> list[list[float]]:
         """Return the log-probs of each replica of the model."""
         response = await self._request("POST", Routes.SCORE, timeout, payload)
-        with _as_invalid("its log-probs"):
-            return [unpacked_logprobs(replica) for replica in response["replicas"]]
+        return _read("its log-probs", lambda body: list(map(unpacked_logprobs, body["replicas"])), response)
 
     async def held_weights(self, timeout: float) -> list[WorkerWeights]:
         """Return what each worker holds."""
         response = await self._request("GET", Routes.HELD_WEIGHTS, timeout)
-        with _as_invalid("its list of weights"):
-            return [WorkerWeights.from_json(worker) for worker in response["workers"]]
+        return _read("its list of weights", lambda body: list(map(WorkerWeights.from_json, body["workers"])), response)
 
     async def leave(self, timeout: float) -> None:
         await self._request("POST", Routes.LEAVE, timeout)
@@ -174,11 +170,10 @@ class ImageUploads:
             self._sent.pop(digest, None)
 
 
-@contextmanager
-def _as_invalid(what: str) -> Iterator[None]:
-    """Raise InvalidResponse for whatever the conversion of a response raises."""
+def _read(what: str, convert: Callable[[dict[str, Any]], T], body: dict[str, Any]) -> T:
+    """Convert a response; raise InvalidResponse for whatever the conversion raises."""
     try:
-        yield
+        return convert(body)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise InvalidResponse(f"{what} cannot be read: {type(error).__name__}: {error}") from error
 
@@ -195,14 +190,16 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def _parse_line(line: bytes, missing: Collection[int]) -> tuple[int, Completion | Refused]:
     """Return the place of a request in its batch, and its completion or refusal."""
-    message = _json_object(line.decode(errors="replace"))
-    with _as_invalid("its completion"):
+
+    def parse(message: dict[str, Any]) -> tuple[int, Completion | Refused]:
         place = message["place"]
         if type(place) is not int or place not in missing:
             raise ValueError(f"no request has place {place!r:.100}")
         if "completion" in message:
             return place, Completion.from_json(message["completion"])
         return place, Refused(int(message["status"]), str(message["detail"])[:_SHOWN])
+
+    return _read("its completion", parse, _json_object(line.decode(errors="replace")))
 
 
 async def _reason(response: aiohttp.ClientResponse) -> str:

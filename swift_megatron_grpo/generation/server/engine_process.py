@@ -10,7 +10,7 @@ import socket
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -80,7 +80,16 @@ async def _run_worker(
         commands = EngineCommands(*await built, args.max_media_bytes)
         await _first_to_end(pipe.serve(command_socket, commands.commands), commands.wait_for_engine_failure())
 
-    _patch_engine_construction(built.set_result)
+    stock_engine_type = rollout.get_rollout_engine_type
+
+    def get_rollout_engine_type(_: GRPORolloutArguments, engine: GRPOVllmEngine) -> Any:
+        """Return what ms-swift returns: its scheduler, or the engine itself."""
+        scheduler_or_engine = stock_engine_type(args, engine)
+        built.set_result((engine, Conversations(scheduler_or_engine) if args.multi_turn_scheduler else None))
+        return scheduler_or_engine
+
+    # the names by which ms-swift's loop builds both
+    rollout.GRPOVllmEngine, rollout.get_rollout_engine_type = ServedEngine, get_rollout_engine_type
     await _first_to_end(serve(), rollout.async_llm_worker(args, 0, master_port, stock_pipe))
     if built.done():
         built.result()[0].engine.shutdown()
@@ -131,20 +140,6 @@ class ServedEngine(EngineForImages):
         super().set_default_max_tokens(request_config, inputs)
 
 
-def _patch_engine_construction(on_built: Callable[[tuple[GRPOVllmEngine, Conversations | None]], object]) -> None:
-    """Replace the engine class of ms-swift's loop, and pass its engine, with conversations if any, to `on_built`."""
-
-    get_stock_engine_type = rollout.get_rollout_engine_type
-
-    def get_rollout_engine_type(args: GRPORolloutArguments, engine: GRPOVllmEngine) -> Any:
-        """Return what ms-swift returns: its scheduler, or the engine itself."""
-        scheduler_or_engine = get_stock_engine_type(args, engine)
-        on_built((engine, Conversations(scheduler_or_engine) if args.multi_turn_scheduler else None))
-        return scheduler_or_engine
-
-    rollout.GRPOVllmEngine, rollout.get_rollout_engine_type = ServedEngine, get_rollout_engine_type
-
-
 async def reset_prefix_cache(engine: Any) -> None:
     """Reset it, also if a batch is still on the device: its blocks are in use until vLLM has stepped again."""
     end = time.monotonic() + _DRAIN_SECONDS
@@ -166,33 +161,18 @@ class Completer:
         """Generate one completion from ms-swift's request and sampling. Cancelling it aborts the request in vLLM."""
         engine = self._engine
         inputs = await self._encoded(request)
-        try:
+        try:  # vLLM validates prompts and parameters before its core receives them
             params = sampling_params(engine, inputs, RequestConfig(**sampling))
-        except ValueError as error:  # no room for a token, or a value that vLLM excludes
-            raise InvalidRequest(str(error)) from error
-        adapter = await engine._get_grpo_lora_request_async()
-        try:
-            results = [
-                result
-                async for result in engine._add_request(inputs, params, uuid.uuid4().hex, adapter_request=adapter)
-            ]
-        except ValueError as error:  # vLLM validates prompts and parameters once more, before its core receives them
+            adapter = await engine._get_grpo_lora_request_async()
+            generating = engine._add_request(inputs, params, uuid.uuid4().hex, adapter_request=adapter)
+            results = [result async for result in generating]
+        except ValueError as error:
             raise InvalidRequest(str(error)) from error
         [result] = results
         return to_completion(engine, inputs, result)
 
     async def _encoded(self, request: dict[str, Any]) -> dict[str, Any]:
         """Encode the prompt. Templates raise errors of any type for messages that they do not support."""
-        encoding = self._encode(request)
-        try:
-            return await asyncio.shield(encoding)  # other requests may wait for the same encoding
-        except Exception as error:
-            logger.warning("a prompt cannot be encoded", exc_info=True)
-            raise InvalidRequest(
-                f"the template cannot encode the prompt ({type(error).__name__}; the server's log has the reason)"
-            ) from error
-
-    def _encode(self, request: dict[str, Any]) -> asyncio.Future[dict[str, Any]]:
         # the uuid is not part of the prompt, and other clients give every request its own
         key = json.dumps({name: value for name, value in request.items() if name != "uuid"}, sort_keys=True)
         encoding = self._encodings.get(key)
@@ -203,7 +183,13 @@ class Completer:
                 None, template.encode, RolloutInferRequest(**request), True
             )
             self._encodings[key] = encoding
-        return encoding
+        try:
+            return await asyncio.shield(encoding)  # other requests may wait for the same encoding
+        except Exception as error:
+            logger.warning("a prompt cannot be encoded", exc_info=True)
+            raise InvalidRequest(
+                f"the template cannot encode the prompt ({type(error).__name__}; the server's log has the reason)"
+            ) from error
 
 
 class MissingImages(InvalidRequest):
@@ -333,11 +319,11 @@ class EngineCommands:
             task.cancel()
         await asyncio.gather(*stale, return_exceptions=True)
         engine = self._engine.engine
-        reports = await engine.collective_rpc("grpo_receive", args=(lora, collect_checksums))
+        await engine.collective_rpc("grpo_receive", args=(lora, collect_checksums))
         # Results cached with older weights must not be used with newer ones.
         await reset_prefix_cache(engine)
         await engine.reset_encoder_cache()
-        return {"workers": reports}
+        return {}
 
     async def score_text(self, tokens: list[int], image: str | None) -> dict[str, Any]:
         """Compute the text's log-probs on each data-parallel replica, because each has its own copy of the weights."""

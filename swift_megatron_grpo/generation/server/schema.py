@@ -49,8 +49,6 @@ Host = Annotated[str, Field(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9.
 Port = Annotated[int, Field(ge=0, le=65535)]
 Version = Annotated[int, Field(ge=-1, lt=_INT64)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
-Name = Annotated[str, Field(min_length=1, max_length=1024)]
-Text = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +85,7 @@ class Sampling(Strict):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    stop: Annotated[list[Text], Field(max_length=64)] | None = None
+    stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=1000)]], Field(max_length=64)] | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
     logprobs: bool = False
     return_details: bool = False
@@ -250,7 +248,7 @@ class StockCommunicator(Strict):
 
 
 class StockTensor(Strict, extra="allow"):
-    name: Name
+    name: Annotated[str, Field(min_length=1, max_length=1024)]
     dtype: Annotated[str, Field(pattern=r"^(torch\.)?(bfloat16|u?int(8|16|32|64)|bool|float(8_\w{1,16}|16|32|64))$")]
     shape: Annotated[list[Int32], Field(max_length=16)]
 

@@ -5,7 +5,6 @@ vLLM imports this module by its dotted path before it loads the model, and adds 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -52,10 +51,9 @@ class WeightReceiver(WeightSyncWorkerExtension):
             self.grpo_channel.close()
             self.grpo_channel = None
 
-    def grpo_receive(self, lora: bool, collect_checksums: bool) -> dict[str, Any]:
+    def grpo_receive(self, lora: bool, collect_checksums: bool) -> None:
         """Receive and load all weights of the model, or with `lora` an adapter on the loaded checkpoint."""
         assert self.grpo_channel is not None, "no trainer has joined this server"
-        began = time.monotonic()
         stream = _WeightStream(self.grpo_channel)
         try:
             if lora:
@@ -70,7 +68,6 @@ class WeightReceiver(WeightSyncWorkerExtension):
         except BaseException:
             self.grpo_leave()  # so that the trainer's send fails as well
             raise
-        return {"tensors": stream.tensors, "bytes": stream.bytes, "seconds": time.monotonic() - began}
 
     def grpo_held_weights(self) -> dict[str, Any]:
         return self._grpo_loaded_weights().worker_weights().to_json()
@@ -89,7 +86,6 @@ class _WeightStream:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self.tensors = self.bytes = 0
         self.adapter: dict[str, Any] | None = None  # its configuration, once all tensors have arrived
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -98,6 +94,4 @@ class _WeightStream:
             if header.get("end"):
                 self.adapter = header["adapter"]
                 return
-            weights = unpack(header, data)
-            self.tensors, self.bytes = self.tensors + len(weights), self.bytes + data.numel()
-            yield from weights
+            yield from unpack(header, data)

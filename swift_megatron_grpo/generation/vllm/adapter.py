@@ -17,8 +17,8 @@ from swift.rlhf_trainers.utils import (
 )
 
 
-def load_adapter(worker: Any, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> int:
-    """Replace the worker's adapter. Returns the number of modules that the new one adapts."""
+def load_adapter(worker: Any, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Replace the worker's adapter."""
     patch_vllm_load_adapter()  # lets vLLM load an adapter from tensors; repeated calls have no effect
     request = TensorLoRARequest(
         lora_name=VLLM_LORA_NAME,
@@ -39,4 +39,3 @@ def load_adapter(worker: Any, config: dict[str, Any], tensors: dict[str, torch.T
             f"names like {next(iter(manager.modules), 'nothing')}. Use --vllm_enable_lora false, which merges the "
             "adapter into the weights"
         )
-    return len(adapter.loras)
