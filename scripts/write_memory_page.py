@@ -12,9 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from scripts.write_settings_page import Shapes, engine_of, read_shapes
-from swift_megatron_grpo.cli.estimate.activations import Recompute, Tokens
+from swift_megatron_grpo.cli.estimate.activations import ImageTokens, Recompute, Tokens
 from swift_megatron_grpo.cli.estimate.memory import PHASES, Engine, Training, plan_memory, with_budget
-from swift_megatron_grpo.cli.estimate.vision_tower import ImageTokens
 from swift_megatron_grpo.runtime.gpus import find_gpu
 from swift_megatron_grpo.settings.layout import Layout
 

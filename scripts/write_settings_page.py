@@ -17,12 +17,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from swift_megatron_grpo.cli.check.model import cached_channels, decoder_of, flops_of, vision_tower_of
-from swift_megatron_grpo.cli.estimate.activations import Decoder, Recompute, Tokens
+from swift_megatron_grpo.cli.estimate.activations import Decoder, ImageTokens, Recompute, Tokens, VisionTower
 from swift_megatron_grpo.cli.estimate.advice import MARGIN
 from swift_megatron_grpo.cli.estimate.memory import Engine, Training, plan_memory
 from swift_megatron_grpo.cli.estimate.parameters import Tensor, tensors_of
 from swift_megatron_grpo.cli.estimate.throughput import PassCounts, StepWork, seconds_of_training, work_of
-from swift_megatron_grpo.cli.estimate.vision_tower import ImageTokens, VisionTower
 from swift_megatron_grpo.runtime.gpus import Gpu, find_gpu
 from swift_megatron_grpo.settings.layout import Layout
 

@@ -10,9 +10,8 @@ from tempfile import TemporaryDirectory
 
 from swift_megatron_grpo.cli.check.micro_batches import Sample, image_tokens_of, micro_batches
 from swift_megatron_grpo.cli.check.model import Model, read_model
-from swift_megatron_grpo.cli.estimate.activations import Recompute, Tokens
+from swift_megatron_grpo.cli.estimate.activations import ImageTokens, Recompute, Tokens
 from swift_megatron_grpo.cli.estimate.memory import Engine, RankMemory, Training, master_bytes, plan_memory
-from swift_megatron_grpo.cli.estimate.vision_tower import ImageTokens
 from swift_megatron_grpo.packing.plan import StepPlan
 from swift_megatron_grpo.runtime.gpus import find_gpu
 from swift_megatron_grpo.settings.batches import BatchSizes, MicroBatches

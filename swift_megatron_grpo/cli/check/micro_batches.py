@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from swift_megatron_grpo.cli.check.model import Model
-from swift_megatron_grpo.cli.estimate.activations import Tokens
-from swift_megatron_grpo.cli.estimate.vision_tower import ImageTokens
+from swift_megatron_grpo.cli.estimate.activations import ImageTokens, Tokens
 from swift_megatron_grpo.packing.bundles import Group, SampleWork, gain_of, plan_within, shared_if_worth_it
 from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count, room_of
 from swift_megatron_grpo.settings.batches import BatchSizes, MicroBatches

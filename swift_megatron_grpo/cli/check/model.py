@@ -12,9 +12,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto import modeling_auto as auto
 
-from swift_megatron_grpo.cli.estimate.activations import Decoder
+from swift_megatron_grpo.cli.estimate.activations import Decoder, VisionTower
 from swift_megatron_grpo.cli.estimate.parameters import Part, Tensor, tensors_of
-from swift_megatron_grpo.cli.estimate.vision_tower import VisionTower
 from swift_megatron_grpo.generation.protocol.model_identity import language_config, read_model_config
 from swift_megatron_grpo.packing.flops import DeltaNets, FlopsModel
 
@@ -122,29 +121,20 @@ def vision_tower_of(model_type: str, vision: Mapping[str, Any], rows: int) -> Vi
         return None
     # config.json need not have what is as in the class.
     sizes = AutoConfig.for_model(model_type, vision_config=dict(vision)).vision_config.to_dict()
-    if model_type == "internvl":
-        return VisionTower(
-            layers=sizes["num_hidden_layers"],
-            hidden=sizes["hidden_size"],
-            ffn=sizes["intermediate_size"],
-            feed_forward=_FEED_FORWARD["internvl"],
-            rms_norms=sizes["norm_type"] == "rms_norm",
-            values=sizes["num_channels"] * prod(sizes["patch_size"]),
-            rows=rows,
-            shuffles=True,
-        )
-    is_oldest, convolves = model_type == "qwen2_vl", model_type in _WITH_CONVOLUTION
-    hidden = sizes["embed_dim"] if is_oldest else sizes["hidden_size"]
+    oldest, convolves, tiles = model_type == "qwen2_vl", model_type in _WITH_CONVOLUTION, model_type == "internvl"
+    hidden = sizes["embed_dim" if oldest else "hidden_size"]
+    pixels = prod(sizes["patch_size"]) if tiles else sizes["temporal_patch_size"] * sizes["patch_size"] ** 2
     return VisionTower(
-        layers=sizes["depth"],
+        layers=sizes["num_hidden_layers" if tiles else "depth"],
         hidden=hidden,
-        ffn=int(hidden * sizes["mlp_ratio"]) if is_oldest else rows if convolves else sizes["intermediate_size"],
+        ffn=int(hidden * sizes["mlp_ratio"]) if oldest else rows if convolves else sizes["intermediate_size"],
         feed_forward=_FEED_FORWARD[model_type],
-        rms_norms=model_type == "qwen2_5_vl" or convolves,
-        values=sizes["in_channels"] * sizes["temporal_patch_size"] * sizes["patch_size"] ** 2,
+        rms_norms=sizes["norm_type"] == "rms_norm" if tiles else model_type == "qwen2_5_vl" or convolves,
+        values=sizes["num_channels" if tiles else "in_channels"] * pixels,
         rows=rows,
         deepstack=len(sizes.get("deepstack_visual_indexes") or ()),
         aligner_ffn=sizes["intermediate_size"] if convolves else 0,
+        shuffles=tiles,
     )
 
 

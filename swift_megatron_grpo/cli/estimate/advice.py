@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from swift_megatron_grpo.cli.estimate.activations import Decoder, Recompute
+from swift_megatron_grpo.cli.estimate.activations import Decoder, Recompute, VisionTower
 from swift_megatron_grpo.cli.estimate.memory import PHASES, Engine, RankMemory, Training, plan_memory, with_budget
 from swift_megatron_grpo.cli.estimate.parameters import Tensor
-from swift_megatron_grpo.cli.estimate.vision_tower import VisionTower
 from swift_megatron_grpo.settings.layout import Layout
 
 MARGIN = 0.04  # of the GPU, for fragmentation and for what the estimate misses

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from swift_megatron_grpo.cli.estimate.activations import (
     Decoder,
+    ImageTokens,
     Recompute,
     Tokens,
+    VisionTower,
+    bytes_of_block,
     bytes_of_head,
     bytes_of_layers,
+    bytes_of_rows,
+    bytes_of_vision_tower,
     micro_batches_in_flight,
 )
 from swift_megatron_grpo.cli.estimate.parameters import Count, Stage, Tensor, adapters, held, stages_of
-from swift_megatron_grpo.cli.estimate.vision_tower import (
-    ImageTokens,
-    VisionTower,
-    bytes_of_block,
-    bytes_of_rows,
-    bytes_of_vision_tower,
-)
 from swift_megatron_grpo.settings.layout import Layout
 
 GRADIENT_BYTES = 4  # Megatron's gradient buffers are fp32
@@ -119,25 +117,14 @@ class RankMemory:
     activations: float  # of all micro batches that are between forward and backward, and rows of images
     in_backward: float  # logits, or layers that are recomputed
     vllm: float  # while it generates
-    vllm_asleep: float
-    vllm_syncing: float  # what it keeps while it sleeps, and its weights; if it stays awake, all of it
     outside: float  # of PyTorch
     offloaded: float  # while vLLM generates
-    returned: float  # of what is offloaded, the weights, while they are sent to vLLM
+    phases: Mapping[str, float]  # peak of each of PHASES
 
     @property
     def states(self) -> float:
         """Bytes that training keeps between steps."""
         return self.weights + self.gradients + self.optimizer + self.reference + BESIDE_BYTES
-
-    @property
-    def phases(self) -> dict[str, float]:
-        """Peak of each of PHASES."""
-        weight_sync = self.states - self.offloaded + self.returned + self.vllm_syncing
-        generation = self.states - self.offloaded + self.vllm
-        train = self.states + self.activations + self.in_backward + self.vllm_asleep
-        used = (weight_sync, generation, train)
-        return {phase: size + self.outside for phase, size in zip(PHASES, used, strict=True)}
 
     @property
     def peak(self) -> float:
@@ -172,24 +159,22 @@ def plan_memory(
         returned = weights if sleeps and training.offload_model else 0.0
         dropped = gradients if sleeps and training.offload_grad else 0.0
         moved = optimizer if sleeps and training.offload_optimizer else 0.0
-        ranks.append(
-            RankMemory(
-                pipeline_rank=rank,
-                weights=weights,
-                gradients=gradients,
-                optimizer=optimizer,
-                reference=parameters.total * item if training.frozen_reference else 0.0,
-                activations=(layers.kept + of_tower) * in_flight + rows,
-                # A vision tower computes before the layers of this micro batch keep something, or after all is freed.
-                in_backward=max(head, layers.recomputed, in_block - layers.kept),
-                vllm=awake,
-                vllm_asleep=asleep,
-                vllm_syncing=engine.weights + asleep if engine is not None and sleeps else awake,
-                outside=OUTSIDE_BYTES if layout.expert_model_parallel_size == 1 else OUTSIDE_BYTES_WITH_EXPERTS,
-                offloaded=returned + dropped + moved,
-                returned=returned,
-            )
-        )
+        offloaded = returned + dropped + moved
+        reference = parameters.total * item if training.frozen_reference else 0.0
+        activations = (layers.kept + of_tower) * in_flight + rows
+        # A vision tower computes before the layers of this micro batch keep something, or after all of it is freed.
+        in_backward = max(head, layers.recomputed, in_block - layers.kept)
+        outside = OUTSIDE_BYTES if layout.expert_model_parallel_size == 1 else OUTSIDE_BYTES_WITH_EXPERTS
+        # A vLLM that sleeps wakes with its weights to get new ones, while the trainer's are back on the GPU.
+        syncing = engine.weights + asleep if engine is not None and sleeps else awake
+        states = weights + gradients + optimizer + reference + BESIDE_BYTES + outside
+        weight_sync, generation = states - offloaded + returned + syncing, states - offloaded + awake
+        train = states + activations + in_backward + asleep
+        ranks.append(RankMemory(
+            pipeline_rank=rank, weights=weights, gradients=gradients, optimizer=optimizer, reference=reference,
+            activations=activations, in_backward=in_backward, vllm=awake, outside=outside, offloaded=offloaded,
+            phases=dict(zip(PHASES, (weight_sync, generation, train), strict=True)),
+        ))  # fmt: skip
     return ranks
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from swift_megatron_grpo.cli.check.micro_batches import fullest, image_tokens_of
-from swift_megatron_grpo.cli.estimate.activations import Tokens
-from swift_megatron_grpo.cli.estimate.vision_tower import ImageTokens
+from swift_megatron_grpo.cli.estimate.activations import ImageTokens, Tokens
 from swift_megatron_grpo.packing.plan import StepPlan
 from swift_megatron_grpo.settings.batches import BatchSizes, MicroBatches
 from swift_megatron_grpo.settings.layout import Layout

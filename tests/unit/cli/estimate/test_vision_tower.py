@@ -10,17 +10,19 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, InternVLModel
 
 from swift_megatron_grpo.cli.check.model import vision_tower_of
-from swift_megatron_grpo.cli.estimate.activations import Decoder, Recompute, Tokens
-from swift_megatron_grpo.cli.estimate.memory import GRADIENT_BYTES, Training, plan_memory, with_budget
-from swift_megatron_grpo.cli.estimate.parameters import tensors_of
-from swift_megatron_grpo.cli.estimate.vision_tower import (
+from swift_megatron_grpo.cli.estimate.activations import (
     PATCHES,
+    Decoder,
     ImageTokens,
+    Recompute,
+    Tokens,
     VisionTower,
     bytes_of_block,
     bytes_of_rows,
     bytes_of_vision_tower,
 )
+from swift_megatron_grpo.cli.estimate.memory import GRADIENT_BYTES, Training, plan_memory, with_budget
+from swift_megatron_grpo.cli.estimate.parameters import tensors_of
 from swift_megatron_grpo.settings.layout import Layout
 
 SIDE = 32  # patches of the image
