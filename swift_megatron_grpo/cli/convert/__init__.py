@@ -3,8 +3,7 @@
     swift-megatron-grpo convert run_qwen3.sh
     swift-megatron-grpo convert ppo_trainer.yaml actor_rollout_ref.model.path=Qwen/Qwen3-8B
 
-    command.py   the command, and the script that it writes
-    sources.py   reads a file: key=value words and flags of a shell script, or YAML
+    command.py   the command: reads a script or YAML, and writes a script
     tables.py    what a table of keys is, and how it is applied
     trainers.py  the tables of verl, slime and ROLL
 

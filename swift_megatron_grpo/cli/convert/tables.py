@@ -40,14 +40,12 @@ class Computed:
     rule: Callable[[Any], Flags]
 
 
-@dataclass(frozen=True, slots=True)
 class Together:
     """Flags that follow from several settings. `rule` gets the values that are set, under the names of `keys`."""
 
-    flags: Sequence[str]  # that `rule` may return
-    rule: Callable[..., Flags]
-    keys: Mapping[str, str]
-    reads: Mapping[str, str]  # keys of other rules that it gets as well
+    def __init__(self, rule: Callable[..., Flags], flags: str, reads: Mapping[str, str] = {}, **keys: str) -> None:
+        self.rule, self.flags, self.keys = rule, flags.split(), keys
+        self.reads = reads  # keys of other rules that it gets as well
 
 
 Rule = str | Needless | ByHand | Computed  # a text names the flags that get the same value
@@ -128,10 +126,6 @@ def _apply(
         conversion.unknown |= {key: f"{text_of(value)}: {reason}" for key, value in settings.items()}
     except (TypeError, ValueError, LookupError, ZeroDivisionError):
         conversion.unknown |= {key: f"{text_of(value)}: not a value of {key}" for key, value in settings.items()}
-
-
-def together(rule: Callable[..., Flags], flags: str, reads: Mapping[str, str] | None = None, **keys: str) -> Together:
-    return Together(flags.split(), rule, keys, reads or {})
 
 
 def choice(values: Mapping[str, Flags], otherwise: str = "there is no such choice here") -> Computed:

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scripts.write_migration_tables import PAGE, with_tables
-from swift_megatron_grpo.cli.convert.command import TABLES, table_of
-from swift_megatron_grpo.cli.convert.sources import read_settings
+from swift_megatron_grpo.cli.convert.command import TABLES, read_settings, table_of
 from swift_megatron_grpo.cli.convert.tables import COMPUTED, Computed, Conversion, Table, convert, text_of
 from swift_megatron_grpo.cli.main import main
 
