@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
+from functools import partial
 from typing import Any, NoReturn
 
 FINE, FOUND, USAGE = 0, 1, 2  # exit codes
@@ -65,16 +66,7 @@ class Finding:
         return f"{line}\n{'':29}-> {self.advice}" if self.advice else line
 
 
-def ok(subject: str, found: str) -> Finding:
-    return Finding(Level.OK, subject, found)
-
-
-def note(subject: str, found: str, advice: str) -> Finding:
-    return Finding(Level.NOTE, subject, found, advice)
-
-
-def problem(subject: str, found: str, advice: str) -> Finding:
-    return Finding(Level.PROBLEM, subject, found, advice)
+ok, note, problem = (partial(Finding, level) for level in Level)
 
 
 def print_section(title: str, findings: Iterable[Finding]) -> list[Finding]:

@@ -2,8 +2,7 @@
 
     command.py   the command
     packages.py  installed versions against the tested ranges, from this package's metadata
-    machine.py   GPUs, driver, NCCL, disk, shared memory and ports
-    probes.py    processes that import torch and the trainer; if one fails, that is a finding
+    machine.py   GPUs, driver, NCCL, disk, shared memory and ports, and whether torch and the trainer can be imported
 
 Tests: tests/unit/cli/doctor.
 """

@@ -25,9 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from swift_megatron_grpo.cli.doctor.machine import check_machine
+    from swift_megatron_grpo.cli.doctor.machine import check_imports, check_machine, probe_torch
     from swift_megatron_grpo.cli.doctor.packages import check_packages
-    from swift_megatron_grpo.cli.doctor.probes import check_imports, probe_torch
 
     switch = os.environ.get(SWITCH, "on")
     print(f"swift_megatron_grpo {__version__}, Python {platform.python_version()}, {SWITCH}={switch}")

@@ -21,7 +21,6 @@ _OPTIONAL = {
 }
 # Versions that errors of Transformer Engine and torch ask for.
 _ALSO_SHOWN = ("triton", "nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
-_GPU_EXTRA, _CPU_EXTRA = "gpu", "cpu"
 
 
 class VersionRange(NamedTuple):
@@ -51,7 +50,7 @@ def check_packages(has_gpu: bool, on_hopper: bool) -> list[Finding]:
         requirements = requires(DISTRIBUTION) or []
     except PackageNotFoundError:
         return [problem(DISTRIBUTION, "is not installed: torch does not find its entry point", "pip install -e .")]
-    ranges = ranges_of(requirements, _GPU_EXTRA if has_gpu else _CPU_EXTRA)
+    ranges = ranges_of(requirements, "gpu" if has_gpu else "cpu")
     findings = [check_range(tested, installed_version) for tested in ranges]
     findings += [check_entry_point({e.name: e.value for e in entry_points(group="torch.backends")})]
     if has_gpu:

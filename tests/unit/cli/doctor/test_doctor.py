@@ -13,16 +13,19 @@ from types import SimpleNamespace
 import pytest
 
 from swift_megatron_grpo.cli.command_line import Level, note, ok, problem
-from swift_megatron_grpo.cli.doctor import probes
+from swift_megatron_grpo.cli.doctor import machine
 from swift_megatron_grpo.cli.doctor.machine import (
+    TorchFacts,
     check_compiler,
     check_disk,
     check_gpus,
+    check_imports,
     check_master_port,
     check_rollout_port,
     check_shared_memory,
     free_port,
     is_free,
+    probe_torch,
 )
 from swift_megatron_grpo.cli.doctor.packages import (
     VersionRange,
@@ -32,7 +35,6 @@ from swift_megatron_grpo.cli.doctor.packages import (
     check_range,
     ranges_of,
 )
-from swift_megatron_grpo.cli.doctor.probes import TorchFacts, check_imports, probe_torch
 from swift_megatron_grpo.cli.main import main
 from tests.forking.client import run_code
 from tests.paths import IMPORT_PATH
@@ -174,7 +176,9 @@ def run_forked(command: list[str], **options: object) -> subprocess.CompletedPro
 def test_it_passes_on_this_machine_and_names_all_packages(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(probes, "subprocess", SimpleNamespace(run=run_forked, TimeoutExpired=subprocess.TimeoutExpired))
+    monkeypatch.setattr(
+        machine, "subprocess", SimpleNamespace(run=run_forked, TimeoutExpired=subprocess.TimeoutExpired)
+    )
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     code, printed = main(["doctor"]), capfd.readouterr().out
     assert code == 0, printed
