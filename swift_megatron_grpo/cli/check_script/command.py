@@ -21,16 +21,11 @@ from swift_megatron_grpo.cli.command_line import FINE, Refused
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "script", type=Path, metavar="SCRIPT", help="shell script with a `megatron rlhf --rlhf_type grpo`"
-    )
-    parser.add_argument(
-        "--nproc_per_node", type=int, default=2, help="ranks of the run; 0: as many as the script has; default: 2"
-    )
-    parser.add_argument(
-        "--train_iters", type=int, default=1, help="optimizer steps of the run; 0: check only the flags; default: 1"
-    )
-    parser.add_argument("--output_dir", type=Path, help="keep model, rows and output of the run in this folder")
+    add = parser.add_argument
+    add("script", type=Path, metavar="SCRIPT", help="shell script with a `megatron rlhf --rlhf_type grpo`")
+    add("--nproc_per_node", type=int, default=2, help="ranks of the run; 0: as many as the script has; default: 2")
+    add("--train_iters", type=int, default=1, help="optimizer steps of the run; 0: check only the flags; default: 1")
+    add("--output_dir", type=Path, help="keep model, rows and output of the run in this folder")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -66,9 +61,8 @@ def check_script(script: Path, folder: Path, ranks: int, steps: int) -> None:
         raise Refused(f"{script} would be refused:\n{error}") from error
     print(f"check-script: all flags are accepted on {rehearsal.world_size} ranks")
     if steps:
-        _print(
-            f"smaller, for {rehearsal.ranks} ranks of this machine", differences(rehearsal.published, rehearsal.reduced)
-        )
+        smaller = differences(rehearsal.published, rehearsal.reduced)
+        _print(f"smaller, for {rehearsal.ranks} ranks of this machine", smaller)
         train(rehearsal, folder)
         print(f"check-script: the script runs, on {rehearsal.ranks} ranks and a tiny model")
 

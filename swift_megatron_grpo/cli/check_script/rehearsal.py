@@ -33,6 +33,7 @@ _SERVER_FLAGS = (  # of `swift rollout`, that a script's server keeps
     "multi_turn_scheduler", "max_turns", "gym_env", "use_gym_env", "enable_thinking", "template", "system",
     "vllm_enable_lora", "vllm_max_lora_rank",
 )  # fmt: skip
+_SHARED_FLAGS = ("model", "model_type", "template", "external_plugins")  # of both
 _SECONDS_TO_START = 300
 _CACHE = {"kv_cache_memory_bytes": 2**26}
 
@@ -68,15 +69,13 @@ def make_rehearsal(script: str, folder: Path, ranks: int, steps: int, environmen
     rollouts = [read_flags(launch.arguments) for launch in found if launch.kind == "rollout"]
     environments = [name for given in (flags, *rollouts) for name in given.get("gym_env", [])]
     published, replaced = replace_inputs(flags, folder, environments)
-    names = {"model_type": [architecture.model_type]}
+    published |= {"model_type": [architecture.model_type], "output_dir": [str(folder / "output")]}
     if "template" not in flags and architecture.template is not None:
-        names["template"] = [architecture.template]
-    local = (Path(flags["model"][0]).expanduser() / "config.json").is_file()
-    if not local:
+        published["template"] = [architecture.template]
+    if not (Path(flags["model"][0]).expanduser() / "config.json").is_file():
         large = save_large_config(folder / "large", architecture.hf_type, architecture.class_name)
-        published |= {"model": [str(large)]}
+        published["model"] = [str(large)]
         replaced.append(f"--model {flags['model'][0]}: a random model of type {architecture.hf_type}")
-    published |= names | {"output_dir": [str(folder / "output")]}
     tiny = save_tiny_model(folder / "model", architecture.hf_type)
     reduced = reduce(published, ranks, steps) | {"model": [str(tiny)]} | _on_cpu(published)
     server = None
@@ -109,9 +108,7 @@ def _on_cpu(flags: Flags) -> Flags:
 
 def _server(given: Flags, trainer: Flags) -> Flags:
     kept = {name: given[name] for name in _SERVER_FLAGS if name in given}
-    shared = {
-        name: trainer[name] for name in ("model", "model_type", "template", "external_plugins") if name in trainer
-    }
+    shared = {name: trainer[name] for name in _SHARED_FLAGS if name in trainer}
     length = int(trainer.get("max_length", ["256"])[0]) + int(trainer["max_completion_length"][0])
     sizes = {"vllm_max_model_len": [str(length)], "vllm_enforce_eager": ["true"], "torch_dtype": ["bfloat16"]}
     return kept | shared | sizes | _on_cpu({})

@@ -21,7 +21,6 @@ Flags = dict[str, list[str]]  # by name, without dashes; no value for a bare boo
 
 ROWS = 32
 _LONGEST_PROMPT, _LONGEST_COMPLETION = 256, 12
-_TRACKERS = {"wandb", "swanlab", "tensorboard"}
 _WITH_MATH_VERIFY = ("accuracy", "cosine")  # rewards of ms-swift that need this package
 _PLUGIN = '''"""Rewards and environments in place of those that cannot run on this machine."""
 
@@ -153,8 +152,8 @@ def replace_inputs(flags: Flags, folder: Path, environments: Sequence[str]) -> t
         notes += [f"--gym_env {name}: an environment that echoes, because it is not here" for name in unknown]
     if plugins:
         flags["external_plugins"] = plugins
-    if _TRACKERS & set(flags.get("report_to", [])):
-        notes.append(f"--report_to {' '.join(flags['report_to'])}: none")
+    if (trackers := flags.get("report_to", ["none"])) != ["none"]:
+        notes.append(f"--report_to {' '.join(trackers)}: none")
     flags["report_to"] = ["none"]
     for name in ("mcore_model", "mcore_adapter", "adapters", "ref_adapters", "ref_model", "mcore_ref_model"):
         if name in flags and not all(Path(path).expanduser().is_dir() for path in flags[name]):
