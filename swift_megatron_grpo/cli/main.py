@@ -28,6 +28,12 @@ COMMANDS = {
     "simulate-split": ("simulate.split", "how many GPUs should generate"),
     "simulate-tail": ("simulate.tail", "how long GPUs idle while the last completions run"),
 }
+OVERVIEW = f"""Tools around `megatron rlhf --rlhf_type grpo`.
+
+{{commands}}
+
+{PROGRAM} COMMAND --help explains one. Exit codes: 0 nothing was found, 1 something stands against the
+run, 2 the command line is wrong."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in COMMANDS:
         return run(words[0], words[1:])
-    parser = Parser(PROGRAM, overview())
+    commands = "\n".join(f"  {name:18}{summary}" for name, (_, summary) in COMMANDS.items())
+    parser = Parser(PROGRAM, OVERVIEW.format(commands=commands))
     parser.usage = f"{PROGRAM} COMMAND ..."
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     if words and not words[0].startswith("-"):
@@ -63,17 +70,6 @@ def parser_of(name: str) -> Parser:
     parser = Parser(f"{PROGRAM} {name}", module.__doc__ or "")
     module.add_arguments(parser)
     return parser
-
-
-def overview() -> str:
-    """Return the list of subcommands."""
-    commands = "\n".join(f"  {name:18}{summary}" for name, (_, summary) in COMMANDS.items())
-    return f"""Tools around `megatron rlhf --rlhf_type grpo`.
-
-{commands}
-
-{PROGRAM} COMMAND --help explains one. Exit codes: 0 nothing was found, 1 something stands against the
-run, 2 the command line is wrong."""
 
 
 def _module(name: str) -> Any:

@@ -223,23 +223,18 @@ def tail_of(case: Case) -> Tail:
     return Tail(server.seconds, seconds, (server.used - used) / seconds / case.slots)
 
 
-def cases() -> dict[str, Case]:
-    """Return the rows of the table by their names."""
-    rows = {f"`--max_staleness {number}`": Case(max_staleness=number) for number in (1, 2, 3)}
-    for groups in (8, 32):
-        rows[f"1, and {groups} groups of the next rollout in each tail"] = Case(groups_ahead=groups)
-    rows["1, `--dynamic_sample`: a quarter of the groups is replaced"] = Case(uniform=0.25)
-    rows["the same, next to the following rollout"] = Case(uniform=0.25, draws_alone=False)
-    return rows
-
-
 def table() -> str:
     """Return the seconds of a rollout as Markdown, for both models of a server and three times of training."""
+    cases = {f"`--max_staleness {number}`": Case(max_staleness=number) for number in (1, 2, 3)}
+    for groups in (8, 32):
+        cases[f"1, and {groups} groups of the next rollout in each tail"] = Case(groups_ahead=groups)
+    cases["1, `--dynamic_sample`: a quarter of the groups is replaced"] = Case(uniform=0.25)
+    cases["the same, next to the following rollout"] = Case(uniform=0.25, draws_alone=False)
     heads = ["settings", "staleness: mean, maximum"]
     heads += [f"{name}, {share:g}" for name in ("growing", "flat") for share in TRAINING]
     lines = [heads]
     alone = {decode: tail_of(Case(decode=decode)).seconds for decode in (GROWING, FLAT)}
-    for name, case in cases().items():
+    for name, case in cases.items():
         results = [
             Run(replace(case, decode=decode, train_seconds=share * seconds)).result()
             for decode, seconds in alone.items()
