@@ -5,12 +5,10 @@ from __future__ import annotations
 from swift_megatron_grpo import SWITCH, __version__
 from swift_megatron_grpo.arguments.derived import DerivedArguments
 from swift_megatron_grpo.arguments.refused import notes_on_flags
-from swift_megatron_grpo.output.recording import folder as recording
 from swift_megatron_grpo.settings.adapter import Adapter
 from swift_megatron_grpo.settings.algorithm import Algorithm
 from swift_megatron_grpo.settings.asynchronous import Asynchronous
 from swift_megatron_grpo.settings.parallel import expert_size_notes
-from swift_megatron_grpo.settings.recording import Recording
 from swift_megatron_grpo.settings.routing import Routing
 from swift_megatron_grpo.settings.sampling import Evaluation, Sampling
 from swift_megatron_grpo.settings.servers import Engine, Servers
@@ -30,7 +28,6 @@ def start_up_lines(args: DerivedArguments) -> list[str]:
         *args.of(Adapter).notes(),
         *args.of(Engine).notes(),
         *args.of(Evaluation).notes(list(dict.fromkeys(args.evaluation_names.values()))),
-        *recording.start_up_notes(args.of(Recording).replay),
         *args.of(Asynchronous).notes(),
         *_quantization_notes(args),
         *args.of(Routing).notes(args.steps_per_rollout),

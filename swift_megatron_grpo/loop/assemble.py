@@ -29,12 +29,15 @@ from swift_megatron_grpo.loop.step import GRPOLoop
 from swift_megatron_grpo.loop.trace import Trace
 from swift_megatron_grpo.loop.weight_sync import WeightSync
 from swift_megatron_grpo.output.recording.dump import RolloutDump
-from swift_megatron_grpo.output.recording.earlier import EarlierRollouts, can_be_used
 from swift_megatron_grpo.output.recording.folder import Settings as RecordingSettings
-from swift_megatron_grpo.output.recording.replay import RolloutReplay
-from swift_megatron_grpo.output.recording.resumed_logs import trim_logs
-from swift_megatron_grpo.output.recording.unfinished import UnfinishedRollout, read_unfinished, shared_settings
-from swift_megatron_grpo.output.recording.values import BadRow, Limits
+from swift_megatron_grpo.output.recording.reading import EarlierRollouts, RolloutReplay, can_be_used
+from swift_megatron_grpo.output.recording.rows import BadRow, Limits
+from swift_megatron_grpo.output.recording.unfinished import (
+    UnfinishedRollout,
+    read_unfinished,
+    shared_settings,
+    trim_logs,
+)
 from swift_megatron_grpo.runtime.deadlines.watchdog import Watchdog
 from swift_megatron_grpo.runtime.parallel import Coordinator
 from swift_megatron_grpo.runtime.stopping.request import StopRequest

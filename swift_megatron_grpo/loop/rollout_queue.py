@@ -16,7 +16,7 @@ from swift_megatron_grpo.loop.checks.experts import check_experts
 from swift_megatron_grpo.loop.run_ahead import RunAhead
 from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.step_context import StepContext
-from swift_megatron_grpo.output.recording.earlier import Recorded
+from swift_megatron_grpo.output.recording.reading import Recorded
 from swift_megatron_grpo.runtime.failures import SharedFailure
 from swift_megatron_grpo.settings.config import EvaluationConfig, GRPOConfig, SamplingConfig
 from swift_megatron_grpo.types import Prompt, Rollout

@@ -19,7 +19,7 @@ from swift_megatron_grpo.loop.rollout_queue import RolloutQueue
 from swift_megatron_grpo.loop.run_ahead import RunAhead
 from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.step_context import StepContext
-from swift_megatron_grpo.output.recording.earlier import Recorded
+from swift_megatron_grpo.output.recording.reading import Recorded
 from swift_megatron_grpo.runtime.deadlines.interrupt import DeadlineExceeded
 from swift_megatron_grpo.settings.config import EvaluationConfig, GRPOConfig
 from swift_megatron_grpo.types import Graded, Prompt, Rollout

@@ -18,9 +18,9 @@ from swift_megatron_grpo.grading.rewards import RewardFunctions
 from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.trace import Trace
 from swift_megatron_grpo.output.recording.dump import RolloutDump
-from swift_megatron_grpo.output.recording.earlier import EarlierRollouts
 from swift_megatron_grpo.output.recording.folder import Settings
-from swift_megatron_grpo.output.recording.values import Limits
+from swift_megatron_grpo.output.recording.reading import EarlierRollouts
+from swift_megatron_grpo.output.recording.rows import Limits
 from swift_megatron_grpo.packing.routing import ExpertLayers
 from swift_megatron_grpo.runtime.stopping.request import StopRequest
 from swift_megatron_grpo.settings.config import (

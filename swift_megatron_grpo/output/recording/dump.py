@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 from swift_megatron_grpo.output.disk.files import write_durably
 from swift_megatron_grpo.output.disk.full_disk import naming_full_disk
@@ -20,11 +19,10 @@ from swift_megatron_grpo.output.recording.folder import (
     rollout_path,
     write_settings,
 )
-from swift_megatron_grpo.output.recording.rows import Digests, no_images, once_per_prompt, to_line
+from swift_megatron_grpo.output.recording.rows import Digests, no_images, to_lines
 from swift_megatron_grpo.types import Graded
 
 _ADVICE = "free space there, or leave the flag out"
-_NO_FLAGS: Mapping[str, str] = MappingProxyType({})
 logger = logging.getLogger(__name__)
 
 
@@ -38,32 +36,28 @@ class RolloutDump:
         first: int,
         writes_here: bool,
         digests: Digests = no_images,
-        flags: Mapping[str, str] = _NO_FLAGS,
+        flags: Mapping[str, str] | None = None,
         keeps_later: bool = False,
     ) -> None:
         """`first`: the rollout with which this run begins; later ones are removed, unless it `keeps_later` ones."""
-        self._folder = folder
-        self._digests = digests
-        self._writes_here = writes_here
+        self._folder, self._digests, self._writes_here = folder, digests, writes_here
         if writes_here:
             folder.mkdir(parents=True, exist_ok=True)
             if not keeps_later:  # the run generates the rollouts from `first` on again
-                for path in [path for number in recorded_rollouts(folder) for path in draw_paths(folder, number)]:
-                    if _number(path) >= first:
-                        path.unlink()
-                for path in folder.glob("rollout-*.partial"):
+                later = (number for number in recorded_rollouts(folder) if number >= first)
+                files = [path for number in later for path in draw_paths(folder, number)]
+                for path in (*files, *folder.glob("rollout-*.partial")):
                     path.unlink()
             with naming_full_disk(folder, "--rollout_dump", _ADVICE):
-                write_settings(folder, settings, flags)
+                write_settings(folder, settings, flags or {})
 
     def write(self, rollout: int, draw: int, graded: Sequence[Graded]) -> None:
         """Write one file. It gets its final name only once it is complete."""
         if not self._writes_here:
             return
         path = rollout_path(self._folder, rollout, draw)
-        images = once_per_prompt(self._digests)
         with naming_full_disk(path, "--rollout_dump", _ADVICE):
-            write_durably(path, (to_line(completion, images(completion.rollout.prompt)) for completion in graded))
+            write_durably(path, to_lines(graded, self._digests))
             partial_path(path).unlink(missing_ok=True)
 
     def append(self, rollout: int, draw: int, graded: Iterable[Graded]) -> None:
@@ -71,14 +65,8 @@ class RolloutDump:
         if not self._writes_here:
             return
         path = partial_path(rollout_path(self._folder, rollout, draw))
-        images = once_per_prompt(self._digests)
         try:
             with path.open("a", encoding="utf-8", newline="\n") as file:
-                file.writelines(to_line(completion, images(completion.rollout.prompt)) for completion in graded)
+                file.writelines(to_lines(graded, self._digests))
         except OSError as error:
             logger.warning(f"--rollout_dump cannot append to {path}: {error}")
-
-
-def _number(path: Path) -> int:
-    """Return the rollout of a file."""
-    return int(path.stem.split("-")[1])

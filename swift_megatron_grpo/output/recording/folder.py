@@ -1,24 +1,18 @@
-"""The folder of recorded rollouts: settings.json, and one file per rollout (with --dynamic_sample, one per draw).
-
-In format 2 every line and settings.json have a checksum. Folders of format 1 may hold lines without one; they are read,
-with a note in the log, and a resumed run continues them in their format.
-"""
+"""The folder of recorded rollouts: settings.json, and one file per rollout (with --dynamic_sample, one per draw)."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from swift_megatron_grpo.output.disk.files import checksum, write_durably
-from swift_megatron_grpo.output.recording.rows import check_line
-from swift_megatron_grpo.output.recording.values import BadRow
+from swift_megatron_grpo.output.recording.rows import BadRow, check_line
 
 FORMAT = 2
-WITHOUT_CHECKSUMS = 1
 SETTINGS = "settings.json"
 _SHOWN = 3  # flags that differ
 _FIRST_DRAW = re.compile(r"rollout-(\d+)\.jsonl")
@@ -56,12 +50,8 @@ def recorded_rollouts(folder: Path) -> list[int]:
 
 
 def write_settings(folder: Path, settings: Settings, flags: Mapping[str, str]) -> None:
-    """Write settings.json. A folder that still holds rollouts of format 1 keeps this format.
-
-    `flags`: those of the run that decide what it generates and trains.
-    """
-    keeps_format = bool(recorded_rollouts(folder)) and not has_checksums(folder)
-    content = {"format": WITHOUT_CHECKSUMS if keeps_format else FORMAT, **asdict(settings), "flags": dict(flags)}
+    """Write settings.json. `flags`: those of the run that decide what it generates and trains."""
+    content = {"format": FORMAT, **asdict(settings), "flags": dict(flags)}
     content["crc32"] = _settings_checksum(content)
     write_durably(folder / SETTINGS, [json.dumps(content, indent=1) + "\n"])
 
@@ -69,7 +59,7 @@ def write_settings(folder: Path, settings: Settings, flags: Mapping[str, str]) -
 def differing_flags(folder: Path, flags: Mapping[str, str]) -> str | None:
     """Return how the flags of the run that wrote a folder differ from these; None: they are the same."""
     try:
-        recorded = _read_settings(folder).get("flags")
+        recorded = _read_settings(folder)["flags"]
     except ValueError as problem:
         return str(problem)
     if not recorded or not flags:
@@ -79,27 +69,12 @@ def differing_flags(folder: Path, flags: Mapping[str, str]) -> str | None:
     return "; ".join(shown) or None
 
 
-def has_checksums(folder: Path) -> bool:
-    """Return True if every line of the folder has a checksum, False for a folder of format 1."""
-    return bool(_read_settings(folder)["format"] != WITHOUT_CHECKSUMS)
-
-
-def start_up_notes(replay: Path | None) -> list[str]:
-    """Return notes for the start-up log."""
-    if replay is None or has_checksums(replay):
-        return []
-    return [
-        f"--rollout_replay {replay} was dumped in format 1, without checksums, so damaged numbers in it are not "
-        "detected"
-    ]
-
-
-def read_lines(path: Path, must_have_checksums: bool) -> list[bytes]:
+def read_lines(path: Path) -> list[bytes]:
     """Read a file of rollouts; raise BadRow with file and line if a line is damaged."""
     lines = split_lines(path.read_bytes())
     for number, line in enumerate(lines, start=1):
         try:
-            check_line(line, must_have_checksums)
+            check_line(line)
         except BadRow as problem:
             raise BadRow(f"{path}, line {number}: {problem}") from None
     return lines
@@ -124,7 +99,7 @@ def check_dump(folder: Path, settings: Settings, resumes: bool, flags: Mapping[s
         raise ValueError(
             f"--rollout_dump {folder} holds rollouts of another run; give a folder that is empty or does not exist"
         )
-    _check_settings(folder, settings, f"--rollout_dump {folder}", "or dump to another folder")
+    _check_settings(folder, settings, f"--rollout_dump {folder}", " or dump to another folder")
 
 
 def check_replay(folder: Path, settings: Settings) -> None:
@@ -150,10 +125,9 @@ def check_rollouts(
             f"--rollout_replay {folder} has no rollout {missing} ({rollout_path(folder, missing, 0).name}), but this "
             f"run needs {first} to {first + rollouts - 1}; it has {_format_ranges(recorded)}{ending}"
         )
-    checksums = has_checksums(folder)
     paths = [path for number in range(first, first + rollouts) for path in draw_paths(folder, number)]
     for path in paths[share[0] :: share[1]]:
-        read_lines(path, checksums)
+        read_lines(path)
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
@@ -164,13 +138,9 @@ def _read_settings(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{SETTINGS} cannot be read: {error}") from None
     if not isinstance(recorded, dict):
         raise ValueError(f"{SETTINGS} is damaged: it is not a JSON object")
-    number = recorded.get("format")
-    if number not in (WITHOUT_CHECKSUMS, FORMAT):
-        raise ValueError(
-            f"it is in format {number}, but this version reads the formats {WITHOUT_CHECKSUMS} and {FORMAT}"
-        )
-    stored = recorded.pop("crc32", None)
-    if (number == FORMAT or stored is not None) and stored != _settings_checksum(recorded):
+    if recorded.get("format") != FORMAT:
+        raise ValueError(f"it is in format {recorded.get('format')}, but this version reads format {FORMAT}")
+    if recorded.pop("crc32", None) != _settings_checksum(recorded):
         raise ValueError(f"{SETTINGS} is damaged: its checksum does not match; copy it again from the original dump")
     return recorded
 
@@ -184,26 +154,18 @@ def _check_settings(folder: Path, settings: Settings, flag: str, alternative: st
         recorded = _read_settings(folder)
     except ValueError as problem:
         raise ValueError(f"{flag}: {problem}") from None
-    for name in (field.name for field in fields(Settings)):
-        value = getattr(settings, name)
-        here = list(value) if isinstance(value, tuple) else value
-        there = recorded.get(name)
+    for name, value in asdict(settings).items():
+        here, there = list(value) if isinstance(value, tuple) else value, recorded.get(name)
         if here != there:
-            setting = "the reward functions" if name == "reward_funcs" else name
-            advice = " ".join(filter(None, [_advice(name, there), alternative]))
-            raise ValueError(f"{flag} was dumped with {setting} {there}, but this run has {here}; {advice}")
-
-
-def _advice(name: str, value: object) -> str:
-    return "use the same --reward_funcs" if name == "reward_funcs" else f"use --{name} {value}"
+            shown, advice = name, f"use --{name} {there}"
+            if name == "reward_funcs":
+                shown, advice = "the reward functions", "use the same --reward_funcs"
+            raise ValueError(f"{flag} was dumped with {shown} {there}, but this run has {here}; {advice}{alternative}")
 
 
 def _format_ranges(numbers: Sequence[int]) -> str:
     """Format [3, 4, 5, 9] as "3 to 5, 9"."""
-    if not numbers:
-        return "none"
     begins = [n for n in numbers if n - 1 not in numbers]
     ends = [n for n in numbers if n + 1 not in numbers]
-    return ", ".join(
-        str(begin) if begin == end else f"{begin} to {end}" for begin, end in zip(begins, ends, strict=True)
-    )
+    ranges = [str(begin) if begin == end else f"{begin} to {end}" for begin, end in zip(begins, ends, strict=True)]
+    return ", ".join(ranges) or "none"

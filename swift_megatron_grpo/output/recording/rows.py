@@ -7,22 +7,37 @@ many digits as are needed to read the same float back. The last field of a line 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from swift_megatron_grpo.output.disk.files import checksum
-from swift_megatron_grpo.output.recording.values import BadRow, Limits, check_values
 from swift_megatron_grpo.packing.expert_rows import decode_rows, encode_rows
 from swift_megatron_grpo.types import ExpertRows, Graded, Prompt, Rollout
 
 Rewards = list[float | None]  # one per reward function
+Digests = Callable[[Prompt], Sequence[str]]  # of the prompt's images; a line holds no bytes of them
+# fields of a line that have the name of the field of Rollout
+_OF_ROLLOUT = (
+    "prompt_ids", "completion_ids", "logprobs", "text", "finish_reason", "weights_version", "sampled", "infos",
+)  # fmt: skip
 _END = re.compile(rb', "crc32": "([0-9a-f]{8})"\}\n\Z')
 
 
-Digests = Callable[[Prompt], Sequence[str]]  # of the prompt's images; a line holds no bytes of them
+class BadRow(ValueError):
+    """A line is damaged or belongs to another run. The message contains the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds that the values of a completion must fit, from the model and the flags of this run."""
+
+    vocabulary: int  # rows of the model's embedding
+    reward_functions: int
 
 
 def no_images(prompt: Prompt) -> Sequence[str]:
@@ -42,62 +57,48 @@ def once_per_prompt(digests: Digests) -> Digests:
     return of_prompt
 
 
-def to_line(graded: Graded, images: Sequence[str]) -> str:
-    """Serialise a completion and its rewards. `images`: the digests of those of the prompt."""
-    rollout = graded.rollout
-    row = {
-        "prompt_id": rollout.prompt.prompt_id,
-        "messages": rollout.prompt.row["messages"],
-        "images": list(images),
-        "prompt_ids": rollout.prompt_ids,
-        "completion_ids": rollout.completion_ids,
-        "logprobs": rollout.logprobs,
-        "text": rollout.text,
-        "finish_reason": rollout.finish_reason,
-        "weights_version": rollout.weights_version,
-        "sampled": rollout.sampled,
-        "conversation": rollout.messages,
-        "infos": rollout.infos,
-        "rewards": graded.rewards,
-    }
-    if rollout.routed_experts is not None:  # most models have no experts, and earlier versions read no such field
-        row["routed_experts"] = encode_rows(rollout.routed_experts)
+def to_lines(completions: Iterable[Graded], digests: Digests) -> Iterator[str]:
+    """Serialise completions and their rewards."""
+    images = once_per_prompt(digests)
+    for graded in completions:
+        rollout = graded.rollout
+        row = {
+            "prompt_id": rollout.prompt.prompt_id,
+            "messages": rollout.prompt.row["messages"],
+            "images": list(images(rollout.prompt)),
+            **{name: getattr(rollout, name) for name in _OF_ROLLOUT},
+            "conversation": rollout.messages,
+            "rewards": graded.rewards,
+        }
+        if rollout.routed_experts is not None:  # most models have no experts
+            row["routed_experts"] = encode_rows(rollout.routed_experts)
+        yield sealed(row)
+
+
+def sealed(row: Mapping[str, Any]) -> str:
+    """Return the line of a row, with its checksum."""
     content = json.dumps(row, default=_plain).removesuffix("}")
     return f'{content}, "crc32": "{checksum(content.encode())}"}}\n'
 
 
-def check_line(line: bytes, must_have_checksum: bool) -> None:
+def check_line(line: bytes) -> None:
     """Raise BadRow if a line is cut off, or if its content is not that of its checksum."""
     if not line.endswith(b"\n"):
         raise BadRow("the line is cut off, so the file is incomplete; copy it again from the original dump")
     end = _END.search(line)
-    if end is None:
-        if must_have_checksum:
-            raise BadRow("the line is damaged: it has no checksum; copy the file again from the original dump")
-    elif checksum(line[: end.start()]) != end[1].decode():
-        raise BadRow("the line is damaged: its checksum does not match; copy the file again from the original dump")
+    if end is None or checksum(line[: end.start()]) != end[1].decode():
+        fault = "it has no checksum" if end is None else "its checksum does not match"
+        raise BadRow(f"the line is damaged: {fault}; copy the file again from the original dump")
 
 
 def from_line(line: bytes, prompt: Prompt, images: Sequence[str], limits: Limits) -> tuple[Rollout, Rewards]:
     """Parse a line that `check_line` has accepted as a completion of `prompt`; raise BadRow if it is not one."""
-    row = _parse(line)
+    row: dict[str, Any] = json.loads(line)
     try:
-        check_values(row, limits)
-        _check_prompt(row, prompt)
-        _check_images(row, prompt, images)
-        rollout = Rollout(
-            prompt=prompt,
-            prompt_ids=row["prompt_ids"],
-            completion_ids=row["completion_ids"],
-            logprobs=row["logprobs"],
-            text=row["text"],
-            finish_reason=row["finish_reason"],
-            weights_version=row["weights_version"],
-            sampled=row["sampled"],
-            messages=row["conversation"],
-            infos=row["infos"],
-            routed_experts=_experts(row),
-        )
+        _check_values(row, limits)
+        _check_prompt(row, prompt, images)
+        values = {name: row[name] for name in _OF_ROLLOUT}
+        rollout = Rollout(prompt, messages=row["conversation"], routed_experts=_experts(row), **values)
         return rollout, row["rewards"]
     except KeyError as field:
         raise BadRow(f"the field {field} is missing") from None
@@ -114,37 +115,78 @@ def _experts(row: dict[str, Any]) -> ExpertRows | None:
     return rows
 
 
-def _parse(line: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:  # not JSON, or not UTF-8
-        raise BadRow(f"not JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise BadRow(f"not a JSON object but {type(row).__name__}")
-    return row
-
-
-def _check_prompt(row: dict[str, Any], prompt: Prompt) -> None:
+def _check_prompt(row: Mapping[str, Any], prompt: Prompt, images: Sequence[str]) -> None:
     expected: Sequence[Any] = json.loads(json.dumps(prompt.row["messages"], default=_plain))
     if row["prompt_id"] != prompt.prompt_id or row["messages"] != expected:
+        typed, wanted = (_shortened(str(messages[-1].get("content"))) for messages in (row["messages"], expected))
         raise BadRow(
-            f"it completes prompt {row['prompt_id']}, {_shown(row['messages'])}, but the next prompt of this run is "
-            f"{prompt.prompt_id}, {_shown(expected)}; use the same --dataset, --data_seed, --seed and "
+            f"it completes prompt {row['prompt_id']}, {typed!r}, but the next prompt of this run is "
+            f"{prompt.prompt_id}, {wanted!r}; use the same --dataset, --data_seed, --seed and "
             "--train_dataloader_shuffle as the dumped run"
         )
-
-
-def _check_images(row: dict[str, Any], prompt: Prompt, images: Sequence[str]) -> None:
-    if row.get("images", []) != list(images):  # dumps of earlier versions have no images
+    if row["images"] != list(images):
         raise BadRow(
             f"prompt {prompt.prompt_id} was completed with other images than those of the dataset; use the files of "
             "the dumped run"
         )
 
 
-def _shown(messages: Sequence[Any]) -> str:
-    text = str(messages[-1].get("content"))
-    return repr(text if len(text) <= 60 else text[:60] + " ...")
+# ---- values: these checks find what a checksum cannot, a dump that was edited or written with another model
+
+
+def _check_values(row: Mapping[str, Any], limits: Limits) -> None:
+    """Raise BadRow for the first value that no run could have written. KeyError: a field is missing."""
+    last = limits.vocabulary - 1
+    beyond = f"but the model has the tokens 0 to {last}; use the --model of the dumped run"
+    for field in ("prompt_ids", "completion_ids"):
+        _check_list(field, row[field], "tokens", lambda token: type(token) is int and 0 <= token <= last, beyond)
+    trained = len(row["completion_ids"])
+    if row["sampled"] is not None:
+        _check_list("sampled", row["sampled"], "flags", lambda flag: type(flag) is bool, "which is not a flag")
+        _check_length("sampled", row["sampled"], trained, "tokens of completion_ids")
+        trained = sum(row["sampled"])
+    if row["logprobs"] is not None:
+        _check_list("logprobs", row["logprobs"], "numbers", _is_finite, "which is not a finite number")
+        _check_length("logprobs", row["logprobs"], trained, "sampled tokens")
+    _check_list("rewards", row["rewards"], "numbers", _is_reward, "which is neither a number nor null")
+    _check_length("rewards", row["rewards"], limits.reward_functions, "reward functions")
+    for field, kind in (("prompt_id", str), ("text", str), ("finish_reason", str), ("infos", dict)):
+        _require(isinstance(row[field], kind), field, row[field], f"which is not a {kind.__name__}")
+    conversations = [] if row["conversation"] is None else ["conversation"]
+    for field in ("messages", *conversations):
+        _check_list(field, row[field], "messages", lambda message: isinstance(message, dict), "which is not a message")
+        _require(bool(row[field]), field, row[field], "which is not a list of messages")
+    version = row["weights_version"]
+    _require(type(version) is int and version >= 0, "weights_version", version, "which is not the number of a step")
+
+
+def _check_list(field: str, values: Any, kind: str, fits: Callable[[Any], bool], fault: str) -> None:
+    _require(isinstance(values, list), field, values, f"which is not a list of {kind}")
+    wrong = next((index for index, value in enumerate(values) if not fits(value)), None)
+    if wrong is not None:
+        _require(False, f"{field}[{wrong}]", values[wrong], fault)
+
+
+def _check_length(field: str, values: Sequence[Any], count: int, owners: str) -> None:
+    if len(values) != count:
+        raise BadRow(f"{field} has {len(values)} values for {count} {owners}")
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_reward(value: Any) -> bool:
+    return value is None or type(value) in (int, float)
+
+
+def _require(fits: bool, field: str, value: Any, fault: str) -> None:
+    if not fits:
+        raise BadRow(f"{field} is {_shortened(repr(value))}, {fault}")
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 60 else text[:60] + " ..."
 
 
 def _plain(value: Any) -> Any:

@@ -7,14 +7,23 @@ The first line has the values of all completions, each further line one completi
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from swift_megatron_grpo.output.disk.files import write_durably
-from swift_megatron_grpo.output.recording.rows import Digests, check_line, from_line, once_per_prompt, to_line
-from swift_megatron_grpo.output.recording.values import BadRow, Limits
+from swift_megatron_grpo.output.recording.folder import split_lines
+from swift_megatron_grpo.output.recording.rows import (
+    BadRow,
+    Digests,
+    Limits,
+    check_line,
+    from_line,
+    once_per_prompt,
+    to_lines,
+)
 from swift_megatron_grpo.settings.config import GRPOConfig
 from swift_megatron_grpo.types import Graded, Prompt
 
@@ -47,7 +56,6 @@ def shared_settings(config: GRPOConfig) -> Mapping[str, float]:
 def save_unfinished(folder: Path, rollout: UnfinishedRollout | None, digests: Digests) -> None:
     """Write the file, or remove that of an earlier run; None: the checkpoint is between two rollouts."""
     path = folder / FILE
-    images = once_per_prompt(digests)
     if rollout is None:
         path.unlink(missing_ok=True)
         return
@@ -59,8 +67,7 @@ def save_unfinished(folder: Path, rollout: UnfinishedRollout | None, digests: Di
         "advantages": [graded.advantage for graded in rollout.graded],
         "old_logprobs": list(rollout.old_logprobs),
     }
-    lines = (to_line(graded, images(graded.rollout.prompt)) for graded in rollout.graded)
-    write_durably(path, [json.dumps(values) + "\n", *lines])
+    write_durably(path, [json.dumps(values) + "\n", *to_lines(rollout.graded, digests)])
 
 
 def read_unfinished(
@@ -86,8 +93,37 @@ def read_unfinished(
             raise BadRow(f"it was generated with --{flag} {values['settings'].get(flag)}, and this run has {value}")
     graded = []
     for line, reward, advantage in zip(lines, values["rewards"], values["advantages"], strict=True):
-        check_line(line, must_have_checksum=True)
+        check_line(line)
         prompt = find_prompt(json.loads(line)["prompt_id"])
         rollout, rewards = from_line(line, prompt, images(prompt), limits)
         graded.append(Graded(rollout, rewards, reward, advantage))
     return UnfinishedRollout(number, settings, graded, values["old_logprobs"], values["from_engine"])
+
+
+# ---- the logs of a run that resumes in its own folder: every step and every rollout stands there once
+
+
+def trim_logs(output_dir: str | Path, steps_done: int, rollouts_done: int) -> None:
+    """Drop what the run logged after the checkpoint it resumes from; it computes these steps again."""
+    _keep_rows(Path(output_dir, "logging.jsonl"), lambda row: _step(row) <= steps_done)
+    _keep_rows(Path(output_dir, "completions.jsonl"), lambda row: row.get("rollout", -1) < rollouts_done)
+
+
+def _step(row: dict[str, Any]) -> int:
+    return int(row.get("iteration", "0/").partition("/")[0])  # ms-swift's summary after the last step has no iteration
+
+
+def _keep_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    lines = split_lines(path.read_bytes()) if path.is_file() else []
+    kept = [line for line in lines if _is_kept(line, keep)]
+    if kept != lines:
+        trimmed = path.with_name(f".{path.name}.trimmed")
+        trimmed.write_bytes(b"".join(kept))
+        os.replace(trimmed, path)
+
+
+def _is_kept(line: bytes, keep: Callable[[dict[str, Any]], bool]) -> bool:
+    try:
+        return keep(json.loads(line))
+    except ValueError:  # the process was killed while it wrote the last line
+        return False

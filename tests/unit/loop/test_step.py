@@ -10,9 +10,8 @@ import pytest
 
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.loop.step import GRPOLoop
-from swift_megatron_grpo.output.recording.rows import no_images
+from swift_megatron_grpo.output.recording.rows import Limits, no_images
 from swift_megatron_grpo.output.recording.unfinished import UnfinishedRollout, read_unfinished, shared_settings
-from swift_megatron_grpo.output.recording.values import Limits
 from swift_megatron_grpo.settings.losses import Correction, LossConfig
 from swift_megatron_grpo.types import Prompt, Sample
 from tests.fakes.generation import LOGPROB

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from swift_megatron_grpo.output.recording.dump import RolloutDump
 from swift_megatron_grpo.output.recording.folder import Settings, check_replay, check_rollouts
-from swift_megatron_grpo.output.recording.replay import ReplayError, RolloutReplay
-from swift_megatron_grpo.output.recording.values import Limits
+from swift_megatron_grpo.output.recording.reading import RolloutReplay
+from swift_megatron_grpo.output.recording.rows import BadRow, Limits
 from swift_megatron_grpo.types import Graded, Prompt, Rollout
 
 SETTINGS = Settings(num_generations=2, generation_batch_size=4, temperature=0.7, reward_funcs=("Letters", "Length"))
@@ -47,7 +47,7 @@ def flip(content: bytes, bit: int) -> bytes:
 def refusal_of_line(folder: Path, content: bytes) -> int:
     """Return the line that a replay of this file refuses."""
     (folder / FILE).write_bytes(content)
-    with pytest.raises(ReplayError, match=r"rollout-000000\.jsonl, line \d: the line is ") as refused:
+    with pytest.raises(BadRow, match=r"rollout-000000\.jsonl, line \d: the line is ") as refused:
         RolloutReplay(folder, LIMITS).take(0, 0, PROMPTS, 2)
     with pytest.raises(ValueError, match=r"rollout-000000\.jsonl, line \d: the line is "):  # and at the start
         check_rollouts(folder, 0, 1, steps_per_rollout=1)
@@ -68,7 +68,7 @@ def test_every_truncation_is_refused(folder: Path, whole: bytes, data: st.DataOb
     rest = whole[: data.draw(st.integers(0, len(whole) - 1))]
     (folder / FILE).write_bytes(rest)
     complaint = "line [1-4]: the line is cut off" if rest[-1:] not in (b"", b"\n") else "has [0-3] completions"
-    with pytest.raises(ReplayError, match=rf"rollout-000000\.jsonl,? {complaint}"):
+    with pytest.raises(BadRow, match=rf"rollout-000000\.jsonl,? {complaint}"):
         RolloutReplay(folder, LIMITS).take(0, 0, PROMPTS, 2)
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from swift_megatron_grpo.output.recording.dump import RolloutDump
-from swift_megatron_grpo.output.recording.earlier import EarlierRollouts, Recorded, can_be_used
 from swift_megatron_grpo.output.recording.folder import check_dump
+from swift_megatron_grpo.output.recording.reading import EarlierRollouts, Recorded, can_be_used
 from tests.unit.output.recording.test_recording import LIMITS, PROMPTS, SETTINGS, completions
 
 FLAGS = {"lr": "0.1", "top_p": "1.0"}
@@ -100,11 +99,8 @@ def test_a_run_with_other_flags_generates_again(
         check_dump(tmp_path, SETTINGS, resumes=False, flags=flags)
 
 
-def test_a_folder_of_an_earlier_version_is_generated_again(tmp_path: Path, dump: RolloutDump) -> None:
-    settings = json.loads((tmp_path / "settings.json").read_text())
-    del settings["flags"], settings["crc32"]
-    (tmp_path / "settings.json").write_text(json.dumps(settings))
-    assert not can_be_used(tmp_path, FLAGS) and not can_be_used(tmp_path / "none", FLAGS)
+def test_a_folder_that_is_not_a_dump_is_not_used(tmp_path: Path) -> None:
+    assert not can_be_used(tmp_path / "none", FLAGS)
 
 
 def test_later_rollouts_stay_only_for_a_run_that_uses_them(tmp_path: Path, dump: RolloutDump) -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from swift_megatron_grpo.output.recording.resumed_logs import trim_logs
+from swift_megatron_grpo.output.recording.unfinished import trim_logs
 
 
 def write(path: Path, rows: list[dict[str, Any]], end: str = "") -> None:
@@ -34,6 +34,15 @@ def test_a_line_that_was_cut_off_is_dropped_and_summaries_stay(tmp_path: Path) -
     write(tmp_path / "logging.jsonl", [{"iteration": "3/3"}, summary], end='{"loss": 0.1, "itera')
     trim_logs(tmp_path, steps_done=3, rollouts_done=3)
     assert read(tmp_path / "logging.jsonl") == [{"iteration": "3/3"}, summary]
+
+
+def test_completions_with_other_ends_of_lines_are_whole_rows(tmp_path: Path) -> None:
+    path = tmp_path / "completions.jsonl"
+    rows = [{"rollout": rollout, "completion": "a\u2028b\x85c"} for rollout in (0, 1)]
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows) + '{"completion": "é')
+    path.write_bytes(path.read_bytes()[:-1])  # cut within a character
+    trim_logs(tmp_path, steps_done=1, rollouts_done=1)
+    assert [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] == rows[:1]
 
 
 def test_logs_without_later_rows_are_not_rewritten(tmp_path: Path) -> None:

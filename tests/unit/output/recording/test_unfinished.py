@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from swift_megatron_grpo.output.recording.rows import no_images
+from swift_megatron_grpo.output.recording.rows import BadRow, no_images
 from swift_megatron_grpo.output.recording.unfinished import FILE, UnfinishedRollout, read_unfinished, save_unfinished
-from swift_megatron_grpo.output.recording.values import BadRow
 from swift_megatron_grpo.types import Prompt
 from tests.unit.output.recording.test_recording import LIMITS, PROMPTS, completions
 

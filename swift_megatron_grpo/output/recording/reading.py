@@ -1,8 +1,4 @@
-"""Completions that an earlier run has dumped beyond the checkpoint from which this run continues (--resume).
-
-A run appends groups to a partial file as they are graded, and replaces it by the rollout's file at the end. What is
-intact in either is used; the rest is generated.
-"""
+"""Readers of recorded rollouts: of another run (--rollout_replay), and what an earlier run has left (--resume)."""
 
 from __future__ import annotations
 
@@ -17,23 +13,56 @@ from swift_megatron_grpo.output.recording.folder import (
     SETTINGS,
     differing_flags,
     partial_path,
+    read_lines,
     rollout_path,
     split_lines,
 )
 from swift_megatron_grpo.output.recording.rows import (
+    BadRow,
     Digests,
+    Limits,
     Rewards,
     check_line,
     from_line,
     no_images,
     once_per_prompt,
 )
-from swift_megatron_grpo.output.recording.values import BadRow, Limits
 from swift_megatron_grpo.types import Prompt, Rollout
 
 logger = logging.getLogger(__name__)
 _NAME = re.compile(r"rollout-(\d+)(?:-draw-(\d+))?\.(?:jsonl|partial)")
 Recorded = dict[int, tuple[Rollout, Rewards]]  # by index of the request
+
+
+class RolloutReplay:
+    """Dumped completions and rewards replace the engine and the reward functions. Every rank reads the files itself."""
+
+    def __init__(self, folder: Path, limits: Limits, digests: Digests = no_images) -> None:
+        self._folder, self._limits, self._digests = folder, limits, digests
+
+    def take(
+        self, rollout: int, draw: int, prompts: Sequence[Prompt], num_generations: int
+    ) -> tuple[list[Rollout], list[Rewards]]:
+        """Return the dumped completions of these prompts, and their rewards; raise BadRow with file and line."""
+        path = rollout_path(self._folder, rollout, draw)
+        if not path.is_file():
+            raise BadRow(
+                f"{path} does not exist: the dumped run ended earlier, or drew fewer prompts for --dynamic_sample"
+            )
+        lines = read_lines(path)
+        requests = [prompt for prompt in prompts for _ in range(num_generations)]
+        if len(lines) != len(requests):
+            raise BadRow(f"{path} has {len(lines)} completions, but this run needs {len(requests)}")
+        rollouts, rewards = list[Rollout](), list[Rewards]()
+        images = once_per_prompt(self._digests)
+        for number, (line, prompt) in enumerate(zip(lines, requests, strict=True), start=1):
+            try:
+                completion, scores = from_line(line, prompt, images(prompt), self._limits)
+            except BadRow as problem:
+                raise BadRow(f"{path}, line {number}: {problem}") from None
+            rollouts.append(completion)
+            rewards.append(scores)
+        return rollouts, rewards
 
 
 def can_be_used(folder: Path, flags: Mapping[str, str]) -> bool:
@@ -47,19 +76,16 @@ def can_be_used(folder: Path, flags: Mapping[str, str]) -> bool:
 
 
 class EarlierRollouts:
-    """Reader of the folder that this run dumps to; on one rank only."""
+    """Completions that an earlier run has dumped beyond the checkpoint from which this run continues.
+
+    That run appended groups to a partial file as they were graded, and replaced it by the rollout's file at the end.
+    What is intact in either is used; the rest is generated. Only one rank reads.
+    """
 
     def __init__(
-        self,
-        folder: Path,
-        limits: Limits,
-        digests: Digests = no_images,
-        log: Callable[[str], object] = logger.info,
+        self, folder: Path, limits: Limits, digests: Digests = no_images, log: Callable[[str], object] = logger.info
     ) -> None:
-        self._folder = folder
-        self._limits = limits
-        self._digests = digests
-        self._log = log
+        self._folder, self._limits, self._digests, self._log = folder, limits, digests, log
 
     def take(
         self, rollout: int, draw: int, prompts: Sequence[Prompt], group_size: int, accepts: Callable[[int], bool]
@@ -94,7 +120,7 @@ class EarlierRollouts:
         images = once_per_prompt(self._digests)
         for number, line in enumerate(split_lines(source.read_bytes()), start=1):
             try:
-                check_line(line, must_have_checksum=True)
+                check_line(line)
                 prompt = prompts.get(json.loads(line)["prompt_id"])
                 if prompt is None:
                     raise BadRow("it completes a prompt that is not one of this rollout")
