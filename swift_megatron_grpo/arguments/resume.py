@@ -82,12 +82,12 @@ def continue_from(args: DerivedArguments, checkpoint: Checkpoint) -> None:
 
 
 def _newest(args: DerivedArguments, output_dir: Path) -> Checkpoint | None:
-    search = find_newest(output_dir, loads_optimizer=not args.no_load_optim)
-    for reason in search.skipped:
+    newest, skipped = find_newest(output_dir, loads_optimizer=not args.no_load_optim)
+    for reason in skipped:
         logger.warning(f"--resume auto skips {reason}")
-    if search.newest is None:
+    if newest is None:
         logger.info(f"--resume auto: there is no checkpoint in {output_dir}, so the run starts with step 1")
-    return search.newest
+    return newest
 
 
 def check_ranks_agree(args: DerivedArguments) -> None:

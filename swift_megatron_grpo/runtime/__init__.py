@@ -1,7 +1,7 @@
 """The processes of a run: positions of ranks, failures, deadlines, signals, imports.
 
 parallel.py      this rank's position in the layout, and the exchange of Python objects between ranks
-failures.py      errors that every rank raises together
+failures.py      errors that every rank raises together, and the protocol of their exchange
 import_hooks.py  run a function before or after a later import
 replaced.py      replace an attribute inside a context
 gpus.py          memory and speed of known GPUs

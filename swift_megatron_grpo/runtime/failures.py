@@ -1,6 +1,11 @@
-"""Failures of several ranks at once."""
+"""The exchange of values between ranks, and their failures, for code that does without Megatron."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
 
 
 class RankFailure(RuntimeError):
@@ -9,3 +14,14 @@ class RankFailure(RuntimeError):
 
 class SharedFailure(RuntimeError):
     """A failure common to all ranks: every rank raises it, so all can still join in saving a checkpoint."""
+
+
+class Ranks(Protocol):
+    """The exchange of values between ranks; parallel.Coordinator has it."""
+
+    rank: int
+    world_size: int
+
+    def all_gather(self, value: T) -> list[T]: ...
+
+    def all_gather_or_raise(self, work: Callable[[], T], task: str) -> list[T]: ...

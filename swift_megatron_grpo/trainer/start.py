@@ -21,9 +21,9 @@ from swift_megatron_grpo.generation.protocol.model_identity import model_identit
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
 from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
 from swift_megatron_grpo.grading.rewards import RewardFunctions, gym_reward
-from swift_megatron_grpo.output.checkpoints.identity import dataset_identity, tokenizer_identity
-from swift_megatron_grpo.output.checkpoints.saving import CheckpointWriter, Identity
-from swift_megatron_grpo.output.checkpoints.verifying import check_order_of_experts, check_sources, compare_datasets
+from swift_megatron_grpo.output.checkpoints.manifest import Identity, dataset_identity, tokenizer_identity
+from swift_megatron_grpo.output.checkpoints.saving import CheckpointWriter
+from swift_megatron_grpo.output.checkpoints.sources import check_order_of_experts, check_sources, compare_datasets
 from swift_megatron_grpo.output.disk.files import threads_of_a_rank
 from swift_megatron_grpo.output.disk.folder_lock import LockedFolders
 from swift_megatron_grpo.runtime.parallel import Coordinator

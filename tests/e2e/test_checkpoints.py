@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from swift_megatron_grpo.output.checkpoints.manifest import has_manifest, list_files, read_manifest
-from swift_megatron_grpo.output.checkpoints.sources import BadCheckpoint, Source, check_quickly
-from swift_megatron_grpo.output.checkpoints.verifying import verify_files
+from swift_megatron_grpo.output.checkpoints.sources import BadCheckpoint, Source, check_quickly, verify_files
 from tests.fakes.ranks import OneRank
 from tests.support.runs import CANNED, PLUGINS, Finished, make_model, megatron_rlhf
 

@@ -1,26 +1,58 @@
 """The manifest of a checkpoint: manifest.json, written last, so a checkpoint without one is incomplete.
 
-It holds every file with its size and checksum, and the identities of model, tokenizer and dataset.
+It holds every file with its size and checksum, and the identities of model, tokenizer and dataset, which this module
+also computes and compares.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from swift_megatron_grpo.output.checkpoints.identity import DatasetIdentity, TokenizerIdentity
 from swift_megatron_grpo.output.disk.files import checksum, sync_folder, write_durably
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+_SAMPLED_ROWS = 64
+# Its tokens depend on the merges and on how text is split before them, which the vocabulary alone does not show.
+_PROBE_TEXT = "The quick brown fox: 3.14159 + 2,718 = ?\n\tdéjà vu, 你好, Ünïcödé <think>{}</think>"
 
 
 class BadManifest(ValueError):
     """The manifest cannot be used. The message contains the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetIdentity:
+    """Number of rows, and digests of the first, the last, and some rows in between, by their index."""
+
+    rows: int
+    digests: Mapping[str, str]  # JSON has no integer keys
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerIdentity:
+    """Number of tokens, and a digest of the vocabulary, the end token and the tokens of a fixed text."""
+
+    tokens: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The model, tokenizer and dataset of a run, and the order of its optimizer's state."""
+
+    model: Mapping[str, Any]  # values of config.json, as generation/protocol/model_identity.py selects them
+    tokenizer: TokenizerIdentity
+    dataset: DatasetIdentity
+    # The optimizer's state has trained weights of experts in the order of the experts; otherwise in the reverse order,
+    # which is Megatron's own.
+    experts_in_order: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +64,13 @@ class FileEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(Identity):
     """The content of manifest.json."""
 
     step: int
     prompts: int  # taken from the dataset before the next rollout
-    model: Mapping[str, Any]  # values of config.json, as generation/protocol/model_identity.py selects them
-    tokenizer: TokenizerIdentity
-    dataset: DatasetIdentity
     files: Mapping[str, FileEntry]  # by path below the checkpoint's folder
-    saved_at: float | None = None  # seconds since 1970; None: saved by an earlier version
-    # The optimizer's state has trained weights of experts in the order of the experts; otherwise in the reverse order,
-    # which is Megatron's own.
-    experts_in_order: bool = False
+    saved_at: float  # seconds since 1970
 
     @property
     def size(self) -> int:
@@ -73,7 +99,7 @@ def remove_manifest(folder: Path) -> None:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest once the names of all other files are on disk; their contents must be already."""
-    for inner in _folders(folder, manifest.files):
+    for inner in {folder, *((folder / name).parent for name in manifest.files)}:
         sync_folder(inner)
     content = {"format": FORMAT, **asdict(manifest)}
     content["crc32"] = _content_checksum(content)
@@ -94,21 +120,71 @@ def read_manifest(folder: Path) -> Manifest:
             f"{MANIFEST} is in format {content['format']}, but this version reads format {FORMAT}; use the version of "
             "this package that wrote it"
         )
-    return Manifest(
-        step=content["step"],
-        prompts=content["prompts"],
-        model=content["model"],
-        tokenizer=TokenizerIdentity(**content["tokenizer"]),
-        dataset=DatasetIdentity(**content["dataset"]),
-        files={name: FileEntry(**entry) for name, entry in content["files"].items()},
-        saved_at=content.get("saved_at"),
-        experts_in_order=content.get("experts_in_order", False),  # earlier versions did not write it
-    )
-
-
-def _folders(folder: Path, names: Iterable[str]) -> list[Path]:
-    return sorted({folder, *((folder / name).parent for name in names)})
+    del content["format"]
+    content["tokenizer"] = TokenizerIdentity(**content["tokenizer"])
+    content["dataset"] = DatasetIdentity(**content["dataset"])
+    content["files"] = {name: FileEntry(**entry) for name, entry in content["files"].items()}
+    return Manifest(**content)
 
 
 def _content_checksum(content: Mapping[str, Any]) -> str:
     return checksum(json.dumps(content, sort_keys=True).encode())
+
+
+# ---- identities
+
+
+def dataset_identity(rows: Sequence[Mapping[str, Any]]) -> DatasetIdentity:
+    """Return the identity of a dataset, in the order in which it was loaded."""
+    last = len(rows) - 1
+    places = sorted({last * step // (_SAMPLED_ROWS - 1) for step in range(_SAMPLED_ROWS)})
+    return DatasetIdentity(len(rows), {str(place): _digest(rows[place]) for place in places})
+
+
+def tokenizer_identity(tokenizer: Any) -> TokenizerIdentity:
+    """Return the identity of a tokenizer of transformers; its chat template is not part of it."""
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    tokens: list[int] = tokenizer.encode(_PROBE_TEXT, add_special_tokens=False)
+    return TokenizerIdentity(
+        len(vocabulary), _digest([sorted(vocabulary.items()), tokens, tokenizer.eos_token_id], size=16)
+    )
+
+
+def difference_of_models(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+    """Return the values that differ between two models; None: they can load the same weights.
+
+    A value that only one of them has does not count: transformers omits values that equal its defaults.
+    """
+    differing = [key for key in saved if key in here and saved[key] != here[key]]
+    if not differing:
+        return None
+    values = ", ".join(f"{key} {saved[key]} instead of {here[key]}" for key in differing)
+    return f"it was saved by a run of another model, with {values}; use the --model of that run"
+
+
+def difference_of_tokenizers(saved: TokenizerIdentity, here: TokenizerIdentity) -> str | None:
+    """Return how two tokenizers differ; None: they are the same."""
+    if saved == here:
+        return None
+    if saved.tokens != here.tokens:
+        how = f"of {saved.tokens} tokens instead of {here.tokens}"
+    else:
+        how = f"of as many tokens, {saved.tokens}, that encodes text differently"
+    return f"it was saved by a run with another tokenizer, {how}; use the tokenizer files of that run"
+
+
+def difference_of_datasets(saved: DatasetIdentity, here: DatasetIdentity) -> str | None:
+    """Return how two datasets differ, as far as their sampled rows show it; None: they are the same."""
+    if saved.rows != here.rows:
+        return f"the dataset has {here.rows} rows, and had {saved.rows}"
+    differing = [place for place in saved.digests if saved.digests[place] != here.digests.get(place)]
+    if not differing:
+        return None
+    return (
+        f"row {differing[0]} of the dataset is another one, and so are {len(differing) - 1} of the other "
+        f"{len(saved.digests) - 1} rows that were compared"
+    )
+
+
+def _digest(value: Any, size: int = 8) -> str:
+    return blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=size).hexdigest()

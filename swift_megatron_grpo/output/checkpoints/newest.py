@@ -5,13 +5,12 @@ Every rank looks on its own, before a process group exists. On a shared file sys
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from swift_megatron_grpo.output.checkpoints.manifest import MANIFEST, BadManifest, has_manifest, read_manifest
-from swift_megatron_grpo.output.checkpoints.sources import ARGUMENTS, TRACKER, BadCheckpoint, Source, quick_faults
+from swift_megatron_grpo.output.checkpoints.sources import TRACKER, BadCheckpoint, Source, quick_faults, saved_arguments
 
 FLAG = "resume"  # in errors about the checkpoint
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -36,16 +35,8 @@ class Checkpoint:
         return {"finetune": False, "mcore_adapter" if self.has_adapter else "mcore_model": str(self.folder)}
 
 
-@dataclass(frozen=True, slots=True)
-class Search:
-    """The result of a search."""
-
-    newest: Checkpoint | None  # None: there is no checkpoint
-    skipped: tuple[str, ...]  # newer ones, with the reasons
-
-
-def find_newest(output_dir: Path, loads_optimizer: bool = True) -> Search:
-    """Return the newest whole checkpoint in an output folder and in the folders of its runs.
+def find_newest(output_dir: Path, loads_optimizer: bool = True) -> tuple[Checkpoint | None, list[str]]:
+    """Return the newest whole checkpoint of an output folder and its runs, and why newer ones are skipped.
 
     Files up to 1 MiB are verified, and the sizes of all others. Raises BadCheckpoint if there are only damaged ones:
     a run that starts again would overwrite them.
@@ -55,9 +46,9 @@ def find_newest(output_dir: Path, loads_optimizer: bool = True) -> Search:
         if not has_manifest(folder):
             skipped.append(f"{folder}: it has no {MANIFEST}, which is written last, so its save was interrupted")
             continue
-        reason = why_unusable(folder, loads_optimizer)
+        reason = _why_unusable(folder, loads_optimizer)
         if reason is None:
-            return Search(open_checkpoint(folder), tuple(skipped))
+            return open_checkpoint(folder), skipped
         damaged.append(f"{folder}: {reason}")
         skipped.append(damaged[-1])
     if damaged:
@@ -66,14 +57,14 @@ def find_newest(output_dir: Path, loads_optimizer: bool = True) -> Search:
             f"--resume auto: no checkpoint in {output_dir} can be continued from: {'; '.join(damaged[:_SHOWN])}{more}; "
             "restore one of them, use another --output_dir, or use --resume never to start from step 1"
         )
-    return Search(None, tuple(skipped))
+    return None, skipped
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Return the checkpoint in a folder; raise BadCheckpoint if it holds none in Megatron's format."""
     try:
         step = int((folder / TRACKER).read_text(encoding="utf-8"))
-        adapter = _arguments(folder).get("tuner_type", "full") != "full"
+        adapter = saved_arguments(folder).get("tuner_type", "full") != "full"
     except (OSError, ValueError) as error:
         raise BadCheckpoint(
             f"--resume {folder}: {error}; use --resume auto, or a folder checkpoint-N that a run has saved, with the "
@@ -82,18 +73,14 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder.resolve() if folder.is_symlink() else folder.absolute(), step, adapter)
 
 
-def why_unusable(folder: Path, loads_optimizer: bool) -> str | None:
+def _why_unusable(folder: Path, loads_optimizer: bool) -> str | None:
     """Return why a run cannot continue from a checkpoint with a manifest, as far as it shows in no time."""
     faults = quick_faults(Source(FLAG, folder, megatron=True))
     if faults:
         return "; ".join(faults[:_SHOWN])
     if not (folder / TRACKER).is_file():
         return "it has no files in Megatron's format"
-    try:
-        without_optimizer = _arguments(folder).get("no_save_optim")
-    except (OSError, ValueError) as error:
-        return f"{ARGUMENTS} cannot be read: {error}"
-    if loads_optimizer and without_optimizer:
+    if loads_optimizer and saved_arguments(folder).get("no_save_optim"):
         return "it was saved with --no_save_optim true, so it has no optimizer state to continue with"
     return None
 
@@ -109,20 +96,9 @@ def checkpoints_of(output_dir: Path) -> list[Path]:
 
 def _age(folder: Path) -> tuple[float, int, str]:
     """Return when a checkpoint was saved, to sort by; a copy keeps this time, but not the times of its files."""
-    match = _CHECKPOINT.fullmatch(folder.name)
-    step = int(match[1]) if match else -1
     try:
         saved = read_manifest(folder).saved_at
     except BadManifest:  # incomplete or damaged
-        saved = None
-    if saved is None:  # of an earlier version
         path = folder / MANIFEST
         saved = (path if path.is_file() else folder).stat().st_mtime
-    return saved, step, str(folder)
-
-
-def _arguments(folder: Path) -> dict[str, object]:
-    content = json.loads((folder / ARGUMENTS).read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise ValueError(f"{ARGUMENTS} is not a JSON object")
-    return content
+    return saved, int(folder.name.partition("-")[2]), str(folder)

@@ -11,39 +11,28 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from swift_megatron_grpo.output.checkpoints.identity import DatasetIdentity, TokenizerIdentity
 from swift_megatron_grpo.output.checkpoints.manifest import (
     FileEntry,
+    Identity,
     Manifest,
     has_manifest,
     list_files,
     remove_manifest,
     write_manifest,
 )
-from swift_megatron_grpo.output.checkpoints.verifying import Ranks, deal
+from swift_megatron_grpo.output.checkpoints.sources import deal
 from swift_megatron_grpo.output.disk.files import file_checksums, threads_of_a_rank
 from swift_megatron_grpo.output.disk.full_disk import NoSpace, format_bytes, free_bytes, reason_of, why_full
+from swift_megatron_grpo.runtime.failures import Ranks
 
 _WRITTEN_BY_RANK = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
-
 _FAILURES = (Exception, CheckpointException)  # the latter is not an Exception
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """The model, tokenizer and dataset of a run, and the order of its optimizer's state."""
-
-    model: Mapping[str, Any]
-    tokenizer: TokenizerIdentity
-    dataset: DatasetIdentity
-    experts_in_order: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +113,8 @@ class CheckpointWriter:
     @contextmanager
     def finishing_earlier_saves(self) -> Iterator[None]:
         """Surround code that raises the failure of an asynchronous save (--async_save)."""
-        if self._pending:
-            with self._naming_full_disk(self._pending[0], only=(CheckpointException,)):
-                yield
-        else:
+        failure = (CheckpointException,)
+        with self._naming_full_disk(self._pending[0], only=failure) if self._pending else nullcontext():
             yield
 
     def finish(self) -> bool:
@@ -155,16 +142,12 @@ class CheckpointWriter:
             f"computing checksums of {folder}",
         )
         checksums = {name: value for part in gathered for name, value in part.items()}
-        identity = self._identity
         manifest = Manifest(
+            **{field.name: getattr(self._identity, field.name) for field in fields(Identity)},
             step=pending.step,
             prompts=pending.prompts,
-            model=identity.model,
-            tokenizer=identity.tokenizer,
-            dataset=identity.dataset,
             files={name: FileEntry(size, checksums[name]) for name, size in sizes.items()},
             saved_at=time.time(),
-            experts_in_order=identity.experts_in_order,
         )
         self._ranks.all_gather_or_raise(
             lambda: write_manifest(folder, manifest) if self._ranks.rank == 0 else None, f"writing {folder}"

@@ -1,22 +1,33 @@
-"""The checkpoints that a run loads: which of their files it reads, what is wrong with them, and what to use instead."""
+"""The checkpoints that a run loads: which of their files it reads, what is wrong with them, and what to use instead.
+
+The quick checks run before ms-swift reads any file. Then every rank verifies a part of the files.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from swift_megatron_grpo.output.checkpoints.manifest import (
     MANIFEST,
     BadManifest,
+    DatasetIdentity,
     FileEntry,
     Manifest,
+    TokenizerIdentity,
+    difference_of_datasets,
+    difference_of_models,
+    difference_of_tokenizers,
     has_manifest,
     read_manifest,
 )
 from swift_megatron_grpo.output.disk.files import file_checksum
+from swift_megatron_grpo.runtime.failures import Ranks
 
 ARGUMENTS = "args.json"  # ms-swift writes it into every checkpoint, as the next one
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -73,11 +84,6 @@ def find_manifest(source: Source) -> Manifest | None:
     return None
 
 
-def is_unverifiable(source: Source) -> bool:
-    """Return True for a checkpoint without a manifest, as earlier versions wrote it; False for other models."""
-    return not has_manifest(source.folder) and (source.megatron or (source.folder / TRACKER).is_file())
-
-
 def check_quickly(sources: Iterable[Source]) -> None:
     """Raise BadCheckpoint for missing files, wrong sizes, and damage of files up to 1 MiB."""
     for source in sources:
@@ -89,16 +95,23 @@ def check_quickly(sources: Iterable[Source]) -> None:
 def check_optimizer_state(sources: Iterable[Source]) -> None:
     """Raise BadCheckpoint if an optimizer state is to be loaded that was not saved."""
     for source in sources:
-        arguments = source.folder / ARGUMENTS
-        if not source.megatron or not arguments.is_file():
+        if not source.megatron or not (source.folder / ARGUMENTS).is_file():
             continue
-        if json.loads(arguments.read_text(encoding="utf-8")).get("no_save_optim"):
+        if saved_arguments(source.folder).get("no_save_optim"):
             flag = "--adapters" if source.flag == "mcore_adapter" else "--model"
             instead = f"--{source.flag}" + ("" if source.flag == "resume" else " and --finetune false")
             raise BadCheckpoint(
                 f"{source}: it was saved with --no_save_optim true, so it has no optimizer state to resume with; to "
                 f"start a new run from its weights, use {flag} {source.folder} without {instead}"
             )
+
+
+def saved_arguments(folder: Path) -> dict[str, object]:
+    """Return the flags of the run that saved a checkpoint."""
+    content = json.loads((folder / ARGUMENTS).read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"{ARGUMENTS} is not a JSON object")
+    return content
 
 
 def quick_faults(source: Source) -> list[str]:
@@ -133,7 +146,7 @@ def refusal(source: Source, faults: Sequence[str], whole: Source | None) -> BadC
     """Return the error for a checkpoint with these faults. `whole`: the one to use instead."""
     shown = "; ".join(faults[:_SHOWN]) + (f"; and {len(faults) - _SHOWN} more files" if len(faults) > _SHOWN else "")
     if whole is None:
-        advice = f"no other checkpoint in {_real(source.folder).parent} is whole, so the run must start again"
+        advice = f"no other checkpoint in {source.folder.resolve().parent} is whole, so the run must start again"
     else:
         advice = f"use {whole}"
     return BadCheckpoint(
@@ -143,22 +156,17 @@ def refusal(source: Source, faults: Sequence[str], whole: Source | None) -> BadC
 
 def first_whole(source: Source, is_whole: Callable[[Source], bool]) -> Source | None:
     """Return the newest whole checkpoint before a damaged one, or else the oldest whole one after it; None: none is."""
-    candidates = alternatives(source)
-    return next((other for other in candidates if is_whole(other)), None)
-
-
-def alternatives(source: Source) -> list[Source]:
-    """Return the other checkpoints with a manifest: those before it, newest first, then those after it."""
-    step = _step(_real(source.folder))
+    step = _step(source.folder.resolve())
     others = [other for other in _siblings(source.folder) if has_manifest(other)]
     before = sorted((other for other in others if _step(other) < step), key=_step, reverse=True)
     after = sorted((other for other in others if _step(other) > step), key=_step)
-    return [replace(source, folder=other) for other in (*before, *after)]
+    candidates = (replace(source, folder=other) for other in (*before, *after))
+    return next((other for other in candidates if is_whole(other)), None)
 
 
 def _siblings(folder: Path) -> Iterator[Path]:
     """Yield the other checkpoints of the same output folder: merged ones for a merged one, otherwise the others."""
-    real = _real(folder)
+    real = folder.resolve()  # it may be the link `last-checkpoint`
     match = _NAME.fullmatch(real.name)
     if match is not None:
         for other in real.parent.glob("checkpoint-*"):
@@ -172,6 +180,119 @@ def _step(folder: Path) -> int:
     return -1 if match is None else int(match[1])
 
 
-def _real(folder: Path) -> Path:
-    """Resolve the link `last-checkpoint`."""
-    return folder.resolve()
+# ---- verification on all ranks
+
+
+def check_sources(
+    sources: Sequence[Source],
+    model: Mapping[str, Any],
+    tokenizer: TokenizerIdentity | None,
+    verify: bool,
+    ranks: Ranks,
+    threads: int,
+) -> list[str]:
+    """Refuse damaged checkpoints, and checkpoints of another model or tokenizer; return warnings about the others.
+
+    `tokenizer` is None if the run does not resume. Without `verify`, no file is read and every fault is a warning.
+    """
+    if verify:
+        verify_files(sources, ranks, threads)
+    found: list[str] = []
+    for source, manifest in _with_manifests(sources):
+        if source.flag not in ("model", "ref_model"):  # these are the model
+            lines = [difference_of_models(manifest.model, model)]
+            if tokenizer is not None:
+                lines.append(difference_of_tokenizers(manifest.tokenizer, tokenizer))
+            found.extend(f"{source}: {line}" for line in lines if line is not None)
+    if found and verify:
+        raise BadCheckpoint("\n".join(found))
+    unverifiable = [
+        f"{source} has no manifest.json, as ms-swift's own trainers write checkpoints: damage in it is not detected"
+        for source in sources
+        if not has_manifest(source.folder) and (source.megatron or (source.folder / TRACKER).is_file())
+    ]
+    return unverifiable + found
+
+
+def verify_files(sources: Iterable[Source], ranks: Ranks, threads: int) -> None:
+    """Raise BadCheckpoint, on every rank, if a file that one of the sources reads is missing or damaged."""
+    for source in sources:
+        faults = _faults(source, ranks, threads)
+        if faults:
+            raise refusal(source, faults, first_whole(source, lambda other: not _faults(other, ranks, threads)))
+
+
+def deal(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
+    """Distribute files over ranks, so that each rank has about as many bytes to read."""
+    shares: list[list[str]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        least = load.index(min(load))
+        shares[least].append(name)
+        load[least] += sizes[name]
+    return shares
+
+
+def check_order_of_experts(source: Source | None, in_order: bool) -> None:
+    """Refuse an optimizer state that has the weights of experts in the other order.
+
+    It would be loaded without an error, into other experts. `source`: None if no state is loaded.
+    """
+    for _, manifest in _with_manifests([] if source is None else [source]):
+        if manifest.experts_in_order != in_order:
+            wanted = str(manifest.experts_in_order).lower()
+            raise BadCheckpoint(
+                f"{source} has the optimizer's state of experts in the order of --fast_kernels {wanted}; set "
+                f"--fast_kernels {wanted}, or --no_load_optim true to continue without the optimizer's state"
+            )
+
+
+def compare_datasets(sources: Iterable[Source], dataset: DatasetIdentity) -> str | None:
+    """Return a warning if the run that resumes has other data; raise BadCheckpoint if it cannot continue in it.
+
+    The position in the data is a number of prompts, which means another prompt in another dataset.
+    """
+    for source, manifest in _with_manifests(sources):
+        difference = difference_of_datasets(manifest.dataset, dataset)
+        if difference is None:
+            return None
+        epoch, place = divmod(manifest.prompts, manifest.dataset.rows)
+        if place >= dataset.rows:
+            raise BadCheckpoint(
+                f"{source} continues at prompt {place} of epoch {epoch}, which this dataset does not have: "
+                f"{difference}; use the --dataset of the checkpoint's run, or --finetune true to begin with step 1"
+            )
+        return (
+            f"{source} was saved by a run with other data: {difference}. The run continues at prompt {place} of epoch "
+            f"{epoch}, which is not the prompt at which that run stopped; some prompts may be skipped or repeated. Use "
+            "the --dataset, --data_seed and --dataset_shuffle of that run to continue it exactly"
+        )
+    return None
+
+
+def _faults(source: Source, ranks: Ranks, threads: int) -> list[str]:
+    """Return what is wrong with a source, the same on every rank."""
+    local: list[str] = []
+    try:
+        manifest = find_manifest(source)
+    except BadManifest as problem:
+        manifest, local = None, [str(problem)]
+    entries = {} if manifest is None else source.entries(manifest)
+    share = deal({name: entry.size for name, entry in entries.items()}, ranks.world_size)[ranks.rank]
+    with ThreadPoolExecutor(threads) as pool:
+        found = pool.map(lambda name: file_fault(source.folder / name, name, entries[name]), share)
+        local.extend(fault for fault in found if fault is not None)
+    return sorted({fault for faults in ranks.all_gather(local) for fault in faults})
+
+
+def _with_manifests(sources: Iterable[Source]) -> Sequence[tuple[Source, Manifest]]:
+    """Return the sources with a readable manifest; a damaged one is refused earlier, or is not to be verified."""
+    found = []
+    for source in sources:
+        try:
+            manifest = find_manifest(source)
+        except BadManifest:
+            continue
+        if manifest is not None:
+            found.append((source, manifest))
+    return found

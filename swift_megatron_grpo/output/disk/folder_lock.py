@@ -11,9 +11,10 @@ import fcntl
 import json
 import os
 import socket
-from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO
+
+from swift_megatron_grpo.runtime.failures import Ranks
 
 LOCK = ".run.lock"
 _HELD = (errno.EACCES, errno.EAGAIN)
@@ -57,27 +58,15 @@ class FolderLock:
         except (ValueError, KeyError, TypeError):  # it is being written
             return ""
 
-    def release(self) -> None:
-        self._file.close()
-
-
-class Ranks(Protocol):
-    """This rank among all."""
-
-    @property
-    def rank(self) -> int: ...
-
-    def all_gather_or_raise(self, work: Callable[[], Any], task: str) -> Any: ...
-
 
 class LockedFolders:
     """The folders of a run, locked by rank 0 until its process ends."""
 
     def __init__(self, output_dir: str, dump: Path | None, ranks: Ranks) -> None:
         """Lock --output_dir and the folder of --rollout_dump; every rank raises if one of them is in use."""
-        self._folders = {"--output_dir": Path(output_dir), **({} if dump is None else {"--rollout_dump": dump})}
-        self._locks: list[FolderLock] = []
-        ranks.all_gather_or_raise(self._lock if ranks.rank == 0 else lambda: None, "locking the folders of this run")
+        folders = {"--output_dir": Path(output_dir), **({} if dump is None else {"--rollout_dump": dump})}
 
-    def _lock(self) -> None:
-        self._locks = [FolderLock(folder, flag) for flag, folder in self._folders.items()]
+        def lock() -> None:
+            self._locks = [FolderLock(folder, flag) for flag, folder in folders.items()]
+
+        ranks.all_gather_or_raise(lock if ranks.rank == 0 else lambda: None, "locking the folders of this run")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from swift_megatron_grpo.output.checkpoints.identity import TokenizerIdentity, dataset_identity
-from swift_megatron_grpo.output.checkpoints.saving import CheckpointWriter, Identity
+from swift_megatron_grpo.output.checkpoints.manifest import Identity, TokenizerIdentity, dataset_identity
+from swift_megatron_grpo.output.checkpoints.saving import CheckpointWriter
 from tests.fakes.ranks import OneRank
 
 ROWS = [{"messages": [{"role": "user", "content": f"prompt {row}"}], "solution": row} for row in range(100)]

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from swift_megatron_grpo.output.checkpoints.identity import dataset_identity, tokenizer_identity
+from swift_megatron_grpo.output.checkpoints.manifest import dataset_identity, tokenizer_identity
 
 
 def rows(count: int) -> list[dict[str, Any]]:

@@ -38,25 +38,15 @@ def test_the_checkpoint_saved_last_is_found_in_the_folders_of_all_runs(tmp_path:
     (newest.parent / "last-checkpoint").symlink_to(newest)
     for path in tmp_path.rglob("manifest.json"):
         os.utime(path, (1, 1))  # copied
-    search = find_newest(tmp_path)
-    assert search.newest == Checkpoint(newest, 20, has_adapter=False) and search.skipped == ()
+    assert find_newest(tmp_path) == (Checkpoint(newest, 20, has_adapter=False), [])
 
 
 def test_the_order_does_not_depend_on_names_or_steps_alone(tmp_path: Path) -> None:
     saved(tmp_path, 9, at=1.0)
     saved(tmp_path, 10, at=1.0)
-    assert find_newest(tmp_path).newest == Checkpoint(tmp_path / "checkpoint-10", 10, False)
+    assert find_newest(tmp_path)[0] == Checkpoint(tmp_path / "checkpoint-10", 10, False)
     saved(tmp_path, 5, at=2.0)  # the run was continued from checkpoint-4 once more
-    assert find_newest(tmp_path).newest == Checkpoint(tmp_path / "checkpoint-5", 5, False)
-
-
-def test_manifests_of_earlier_versions_are_ordered_by_their_files_time(tmp_path: Path) -> None:
-    for step, at in ((1, 30), (2, 20)):
-        folder = saved(tmp_path, step, at=0.0)
-        write_manifest(folder, replace(read_manifest(folder), saved_at=None))
-        os.utime(folder / MANIFEST, (at, at))
-    newest = find_newest(tmp_path).newest
-    assert newest is not None and newest.step == 1
+    assert find_newest(tmp_path)[0] == Checkpoint(tmp_path / "checkpoint-5", 5, False)
 
 
 def cut(folder: Path) -> None:
@@ -85,17 +75,17 @@ def test_an_incomplete_or_damaged_checkpoint_is_skipped_with_its_reason(
     newest = saved(tmp_path, 2, at=2**33)
     damage(newest)
     os.utime(newest, (2**32, 2**32))
-    search = find_newest(tmp_path)
-    assert search.newest == Checkpoint(whole, 1, False)
-    assert len(search.skipped) == 1 and search.skipped[0].startswith(f"{newest}: ") and reason in search.skipped[0]
+    found, skipped = find_newest(tmp_path)
+    assert found == Checkpoint(whole, 1, False)
+    assert len(skipped) == 1 and skipped[0].startswith(f"{newest}: ") and reason in skipped[0]
 
 
 def test_a_checkpoint_without_optimizer_state_is_skipped_if_that_is_loaded(tmp_path: Path) -> None:
     saved(tmp_path, 1, at=1.0)
     saved(tmp_path, 2, at=2.0, no_save_optim=True)
-    search = find_newest(tmp_path)
-    assert search.newest is not None and search.newest.step == 1 and "--no_save_optim true" in search.skipped[0]
-    unread = find_newest(tmp_path, loads_optimizer=False).newest
+    newest, skipped = find_newest(tmp_path)
+    assert newest is not None and newest.step == 1 and "--no_save_optim true" in skipped[0]
+    unread, _ = find_newest(tmp_path, loads_optimizer=False)
     assert unread is not None and unread.step == 2
 
 
@@ -105,8 +95,8 @@ def test_a_run_starts_again_if_its_first_save_was_interrupted(
     """It does not if all checkpoints are damaged."""
     assert find_newest(tmp_path / "none") == find_newest(tmp_path)
     (tmp_path / "checkpoint-1").mkdir()
-    search = find_newest(tmp_path)
-    assert search.newest is None and len(search.skipped) == 1
+    newest, skipped = find_newest(tmp_path)
+    assert newest is None and len(skipped) == 1
     cut(saved(tmp_path, 2, at=2.0))
     with pytest.raises(BadCheckpoint, match=r"no checkpoint in .*: .*checkpoint-2: .*distcp.*use --resume never"):
         find_newest(tmp_path)

@@ -40,13 +40,13 @@ def test_a_folder_in_use_is_refused_with_its_owner_until_that_is_killed(tmp_path
             FolderLock(folder, "--output_dir")
         process.kill()
         process.wait()
-        FolderLock(folder, "--output_dir").release()
+        FolderLock(folder, "--output_dir")
     finally:
         process.kill()
         os.kill(child, signal.SIGKILL)
 
 
 def test_a_released_folder_can_be_locked_again(tmp_path: Path) -> None:
-    FolderLock(tmp_path, "--rollout_dump").release()
-    FolderLock(tmp_path, "--rollout_dump").release()
+    FolderLock(tmp_path, "--rollout_dump")
+    FolderLock(tmp_path, "--rollout_dump")
     assert [path.name for path in tmp_path.iterdir()] == [".run.lock"]
