@@ -70,7 +70,7 @@ def _replace_arguments(rlhf: ModuleType) -> None:
         from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
         from swift_megatron_grpo.arguments.resume import end_if_finished
         from swift_megatron_grpo.output.console.callback import reported
-        from swift_megatron_grpo.runtime.stopping.report import exit_if_stopped
+        from swift_megatron_grpo.runtime.stopping.request import exit_if_stopped
 
         if not isinstance(self.args, GRPOArguments):
             raise ValueError(

@@ -1,6 +1,6 @@
 """Call functions just before or right after a module executes, regardless of who imports it and when.
 
-One finder on sys.meta_path looks the name up in three dictionaries and returns None for every other module. Register
+One finder on sys.meta_path looks the name up in two dictionaries and returns None for every other module. Register
 before the import begins: registering for a module that is already executing raises, so no callback is silently missed.
 """
 
@@ -14,9 +14,9 @@ from threading import Lock
 from types import ModuleType
 from typing import Any
 
-_before: dict[str, list[Callable[[], None]]] = {}
-_after: dict[str, list[Callable[[ModuleType], None]]] = {}
-_names: dict[str, dict[str, Any]] = {}
+Callbacks = dict[str, list[Callable[[ModuleType], object]]]  # by name of the module
+_before: Callbacks = {}
+_after: Callbacks = {}
 _lock = Lock()  # guards the dictionaries and sys.meta_path; never held while foreign code runs
 
 
@@ -25,17 +25,15 @@ def before_import(module_name: str, callback: Callable[[], None]) -> None:
     with _lock:
         if module_name in sys.modules:
             raise RuntimeError(f"{module_name} is already imported, so no callback can run before it")
-        _before.setdefault(module_name, []).append(callback)
-        _install()
+        _register(_before, module_name, lambda _: callback())
 
 
-def after_import(module_name: str, callback: Callable[[ModuleType], None]) -> None:
+def after_import(module_name: str, callback: Callable[[ModuleType], object]) -> None:
     """Call `callback(module)` once, right after the module has executed; immediately if it already has."""
     with _lock:
         module = sys.modules.get(module_name)
         if module is None:
-            _after.setdefault(module_name, []).append(callback)
-            _install()
+            _register(_after, module_name, callback)
             return
     # A module without a spec was put into sys.modules by hand, complete. importlib marks the spec while it executes.
     spec: Any = module.__spec__
@@ -49,13 +47,13 @@ def give_name(module_name: str, name: str, value: Any) -> None:
     with _lock:
         module = sys.modules.get(module_name)
         if module is None:
-            _names.setdefault(module_name, {})[name] = value
-            _install()
+            _register(_before, module_name, lambda executing: setattr(executing, name, value))
             return
-    vars(module)[name] = value
+    setattr(module, name, value)
 
 
-def _install() -> None:
+def _register(callbacks: Callbacks, module_name: str, callback: Callable[[ModuleType], object]) -> None:
+    callbacks.setdefault(module_name, []).append(callback)
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
 
@@ -64,7 +62,7 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if not any(name in registered for registered in (_before, _after, _names)):
+        if name not in _before and name not in _after:
             return None
         for finder in tuple(sys.meta_path):
             spec = None if finder is self else finder.find_spec(name, path, target)
@@ -94,15 +92,14 @@ class _Loader(Loader):
         spec.loader = module.__loader__ = self._loader
         with _lock:
             before = _before.pop(spec.name, [])
-            vars(module).update(_names.pop(spec.name, {}))
         for callback in before:
-            callback()
+            callback(module)
         self._loader.exec_module(module)
         with _lock:
             after = _after.pop(spec.name, [])
-        for hook in after:
+        for callback in after:
             # A module may replace its entry in sys.modules while it executes: ms-swift's lazy packages do.
-            hook(sys.modules[spec.name])
+            callback(sys.modules[spec.name])
 
 
 _finder = _Finder()

@@ -27,7 +27,6 @@ class RankPosition:
     tp_rank: int
     tp_group: dist.ProcessGroup
     pp_size: int
-    pp_rank: int
     cp_size: int
     cp_rank: int
     cp_group: dist.ProcessGroup
@@ -45,7 +44,6 @@ class RankPosition:
             tp_rank=mpu.get_tensor_model_parallel_rank(),
             tp_group=mpu.get_tensor_model_parallel_group(),
             pp_size=mpu.get_pipeline_model_parallel_world_size(),
-            pp_rank=mpu.get_pipeline_model_parallel_rank(),
             cp_size=mpu.get_context_parallel_world_size(),
             cp_rank=mpu.get_context_parallel_rank(),
             cp_group=mpu.get_context_parallel_group(),
@@ -88,21 +86,20 @@ class Coordinator:
 
         `task` names the work in the error. A rank on which it failed raises its own exception.
         """
-        outcome: tuple[bytes, Exception | None]
+        content, error = b"", None
         try:
-            outcome = (pickle.dumps(work()), None)  # here, because no rank may fail in the exchange
-        except Exception as error:
-            outcome = (b"", error)
-        local_error = outcome[1]
-        shared = str(local_error) if isinstance(local_error, SharedFailure) else None
-        message = None if local_error is None else f"{type(local_error).__name__}: {local_error}"
-        gathered = self.all_gather((outcome[0], message, shared))
-        if local_error is not None:
-            raise local_error
+            content = pickle.dumps(work())  # here, because no rank may fail in the exchange
+        except Exception as caught:
+            error = caught
+        message = None if error is None else f"{type(error).__name__}: {error}"
+        shared = str(error) if isinstance(error, SharedFailure) else None
+        gathered = self.all_gather((content, message, shared))
+        if error is not None:
+            raise error
         for _, _, failure in gathered:
             if failure is not None:
                 raise SharedFailure(failure)
-        failures = [f"rank {rank}: {error}" for rank, (_, error, _) in enumerate(gathered) if error is not None]
+        failures = [f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(gathered) if text is not None]
         if failures:
             raise RankFailure(f"{task} failed on " + "; ".join(failures))
         return [pickle.loads(content) for content, _, _ in gathered]

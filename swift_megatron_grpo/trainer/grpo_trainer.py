@@ -34,7 +34,7 @@ from swift_megatron_grpo.loop.step import GRPOLoop
 from swift_megatron_grpo.output.checkpoints.saving import CheckpointWriter, in_order_of_removal
 from swift_megatron_grpo.runtime.failures import SharedFailure
 from swift_megatron_grpo.runtime.parallel import RankPosition
-from swift_megatron_grpo.runtime.stopping.report import StoppedBySignal, last_line
+from swift_megatron_grpo.runtime.stopping.request import StoppedBySignal, last_line
 from swift_megatron_grpo.settings.config import GRPOConfig
 from swift_megatron_grpo.settings.trained import Trained
 from swift_megatron_grpo.trainer.start import Start, checkpoint_writer, next_save, resumed_from

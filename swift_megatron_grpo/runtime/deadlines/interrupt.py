@@ -37,10 +37,12 @@ def interrupted_after(seconds: float | None, give_up: Callable[[], bool] | None 
         return
     finished, expired = threading.Event(), threading.Event()
     main = threading.get_ident()
+    end = float("inf") if seconds is None else time.monotonic() + seconds
 
     def wait() -> None:
-        if _wait(finished, seconds, give_up):
-            return
+        while (left := end - time.monotonic()) > 0 and not (give_up is not None and give_up()):
+            if finished.wait(min(left, _POLL_SECONDS)):
+                return
         expired.set()
         while True:
             signal.pthread_kill(main, _SIGNAL)
@@ -62,14 +64,3 @@ def interrupted_after(seconds: float | None, give_up: Callable[[], bool] | None 
         signal.signal(_SIGNAL, previous)
     if expired.is_set():
         raise DeadlineExceeded
-
-
-def _wait(finished: threading.Event, seconds: float | None, give_up: Callable[[], bool] | None) -> bool:
-    """Return True once the block has finished, and False if it exceeds its time or is given up before."""
-    end = float("inf") if seconds is None else time.monotonic() + seconds
-    if give_up is None:
-        return finished.wait(seconds)
-    while (left := end - time.monotonic()) > 0 and not give_up():
-        if finished.wait(min(left, _POLL_SECONDS)):
-            return True
-    return False

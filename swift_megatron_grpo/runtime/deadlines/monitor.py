@@ -65,22 +65,12 @@ def decode_limits(data: bytes) -> list[Limit] | None:
 
 
 class Monitor:
-    def __init__(
-        self,
-        process: int,
-        rank: int,
-        world_size: int,
-        report: str,
-        limits: int,
-        stacks: int,
-        request: int,
-        response: int,
-    ) -> None:
+    def __init__(self, process: int, rank: int, world_size: int, report: str, *descriptors: int) -> None:
         self._parent = process  # not os.getppid(), which is another process if the rank has ended already
         self._rank, self._world_size, self._report = rank, world_size, report
-        self._stacks, self._request, self._response = stacks, request, response
-        self._limits_file = limits
+        self._limits_file, self._stacks, self._request, self._response = descriptors
         self._limits: list[Limit] = []
+        self._failure = "the file system does not respond"  # why the report was not written; empty once it was
         self._others_report = Event()
         Thread(target=self._watch_report, name="report", daemon=True).start()
 
@@ -118,42 +108,39 @@ class Monitor:
             os.kill(self._parent, signal.SIGKILL)
 
     def _write_section(self, exceeded: Limit | None) -> None:
-        parts = [
-            self._title(exceeded),
-            *self._running_limits(),
-            *map(_attempt, (self._collectives, self._python_stacks)),
-        ]
-        section = "\n".join([*parts, ""])
+        now = time.monotonic()
+        running = (f"{limit['what']}: since {now - limit['since']:.1f} s" for limit in self._limits)
+        parts = map(_attempt, (self._collectives, self._python_stacks))
+        section = "\n".join([self._title(exceeded), *running, *parts, ""])
         if exceeded is not None:
-            _print(_message(self._rank, exceeded, self._report))
-        failure = _Failure("the file system does not respond")
-        appending = Thread(target=self._append, args=(section, failure), name="append", daemon=True)
+            _print(
+                f"swift_megatron_grpo: rank {self._rank} is stuck: {_overrun(exceeded)}. The run ends now, on all "
+                f"ranks. The state of every rank, with its stacks and collectives, is in {self._report}. If the run is "
+                f"only slow: {exceeded['advice']}"
+            )
+        appending = Thread(target=self._append, args=(section,), name="append", daemon=True)
         appending.start()
         appending.join(_WRITE_SECONDS)
-        if failure.text:
-            _print(f"swift_megatron_grpo: the report {self._report} cannot be written: {failure.text}. This is it:")
+        if self._failure:
+            _print(f"swift_megatron_grpo: the report {self._report} cannot be written: {self._failure}. This is it:")
             _print(section)
         else:
             self._wait_for_others()
 
-    def _append(self, section: str, failure: _Failure) -> None:
+    def _append(self, section: str) -> None:
         data = section.encode(errors="replace")
         try:
             report = os.open(self._report, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             written = os.write(report, data)  # in a single write, because other ranks append as well
             os.close(report)
-            failure.text = "" if written == len(data) else "no space left on device"
+            self._failure = "" if written == len(data) else "no space left on device"
         except OSError as error:
-            failure.text = f"{type(error).__name__}: {error}"
+            self._failure = f"{type(error).__name__}: {error}"
 
     def _title(self, exceeded: Limit | None) -> str:
         reason = "stopped because another rank is stuck" if exceeded is None else _overrun(exceeded)
         where = f"{socket.gethostname()}, process {self._parent}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
         return f"{SECTION}{self._rank} of {self._world_size}, {where}: {reason}"
-
-    def _running_limits(self) -> list[str]:
-        now = time.monotonic()
-        return [f"{limit['what']}: since {now - limit['since']:.1f} s" for limit in self._limits]
 
     def _collectives(self) -> str:
         os.write(self._request, b"?")
@@ -206,13 +193,6 @@ class Monitor:
         return os.getppid() == self._parent
 
 
-class _Failure:
-    """The reason why the report was not written; empty once it was."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-
 def _attempt(describe: Callable[[], str]) -> str:
     """Return a part of the report, or the error that prevented it: no part may prevent the kill."""
     try:
@@ -236,14 +216,6 @@ def _how(status: int | None) -> str:
 
 def _overrun(limit: Limit) -> str:
     return f"{limit['what']} has not finished after {limit['until'] - limit['since']:g} s ({limit['flag']})"
-
-
-def _message(rank: int, limit: Limit, report: str) -> str:
-    return (
-        f"swift_megatron_grpo: rank {rank} is stuck: {_overrun(limit)}. The run ends now, on all ranks. "
-        f"The state of every rank, with its stacks and collectives, is in {report}. "
-        f"If the run is only slow: {limit['advice']}"
-    )
 
 
 def main() -> None:

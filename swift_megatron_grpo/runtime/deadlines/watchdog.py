@@ -11,9 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,7 +23,6 @@ from swift_megatron_grpo.runtime.deadlines import monitor
 from swift_megatron_grpo.runtime.deadlines.interrupt import interrupted_after
 
 logger = logging.getLogger(__name__)
-_BETWEEN_PHASES = "logging, checkpoints and callbacks, between phases"
 _GRACE_SECONDS = 10.0  # for interrupted code to clean up
 # The recorder of NCCL, in CUDA builds only, and the one of the other backends.
 _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
@@ -62,14 +60,11 @@ class Watchdog:
         )
         os.close(send_request)
         os.close(receive_response)
-        _leave_to_parent(self)
+        os.register_at_fork(after_in_child=self._leave_to_parent)
         self._hook, sys.excepthook = sys.excepthook, self._on_uncaught
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        flag, advice = self._phase_flag, "use a larger --phase_timeout"
-        with self._limited(_limit(f"phase {name}", self._phase_timeout or None, flag, advice)):
-            yield
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        return self._limited(self._phase_limit(f"phase {name}"))
 
     @contextmanager
     def limit(
@@ -115,9 +110,15 @@ class Watchdog:
             self._monitor.wait()
             self._monitor = None
 
-    @property
-    def _phase_flag(self) -> str:
-        return f"--phase_timeout {self._phase_timeout:g}"
+    def _phase_limit(self, what: str) -> monitor.Limit:
+        flag = f"--phase_timeout {self._phase_timeout:g}"
+        return _limit(what, self._phase_timeout or None, flag, "use a larger --phase_timeout")
+
+    def _leave_to_parent(self) -> None:
+        """Close a forked child's copy of the pipe, which otherwise would hide the end of this rank."""
+        if self._monitor is not None and self._monitor.stdin is not None:
+            self._monitor.stdin.close()
+            self._monitor = None
 
     @contextmanager
     def _limited(self, limit: monitor.Limit) -> Iterator[None]:
@@ -136,8 +137,7 @@ class Watchdog:
         with self._lock:
             limits = [*self._limits, *self._overall]
             if not limits and self._phase_timeout:
-                advice = "use a larger --phase_timeout"
-                limits = [_limit(_BETWEEN_PHASES, self._phase_timeout, self._phase_flag, advice)]
+                limits = [self._phase_limit("logging, checkpoints and callbacks, between phases")]
             os.pwrite(self._limits_file, monitor.encode_limits(limits), 0)
             if self._monitor is not None and self._monitor.poll() is not None:
                 self._monitor = None
@@ -148,19 +148,6 @@ def _limit(what: str, seconds: float | None, flag: str, advice: str, blame: str 
     now = time.monotonic()
     until = None if seconds is None else now + seconds
     return {"what": what[:200], "since": now, "until": until, "flag": flag, "advice": advice, "blame": blame[:400]}
-
-
-def _leave_to_parent(watchdog: Watchdog) -> None:
-    """Make forked children close their copy of the pipe, which otherwise would hide the end of this rank."""
-    reference = weakref.ref(watchdog)
-
-    def in_child() -> None:
-        watchdog = reference()
-        if watchdog is not None and watchdog._monitor is not None and watchdog._monitor.stdin is not None:
-            watchdog._monitor.stdin.close()
-            watchdog._monitor = None
-
-    os.register_at_fork(after_in_child=in_child)
 
 
 def _report_collectives(requests: int, responses: int) -> None:
@@ -175,7 +162,7 @@ def _report_collectives(requests: int, responses: int) -> None:
 def describe_collectives() -> str:
     """Describe the collectives that this process has recorded."""
     built = [vars(_distributed_c10d)[name] for name in _RECORDERS if name in vars(_distributed_c10d)]
-    entries = [entry for dump in built for entry in _entries(dump)]
+    entries = [entry for dump in built for entry in json.loads(dump()).get("entries", [])]
     return format_entries(entries, time.time_ns())
 
 
@@ -183,24 +170,14 @@ def format_entries(entries: Sequence[dict[str, Any]], now: int) -> str:
     """List the collectives that have not finished, and the last one that has."""
     if not entries:
         return "collectives: none recorded"
-    entries = sorted(entries, key=lambda entry: int(entry["time_created_ns"]))
-    unfinished = [entry for entry in entries if not _finished(entry)]
+    finished, unfinished = list[dict[str, Any]](), list[dict[str, Any]]()
+    for entry in sorted(entries, key=lambda entry: int(entry["time_created_ns"])):
+        (finished if entry["retired"] or entry["state"] == "completed" else unfinished).append(entry)
     lines = [f"collectives, not finished: {len(unfinished)}"]
     lines += [f"  {_line(entry, now)}" for entry in unfinished[-_SHOWN:]]
-    finished = [entry for entry in entries if _finished(entry)]
     if finished:
         lines.append(f"last finished: {_line(finished[-1], now)}")
     return "\n".join(lines)
-
-
-def _entries(dump: Callable[[], bytes]) -> list[dict[str, Any]]:
-    trace = json.loads(dump())
-    entries: list[dict[str, Any]] = trace.get("entries", [])
-    return entries
-
-
-def _finished(entry: dict[str, Any]) -> bool:
-    return bool(entry["retired"]) or entry["state"] == "completed"
 
 
 def _line(entry: dict[str, Any], now: int) -> str:

@@ -83,10 +83,10 @@ def exit_with_parent(parent: int) -> None:
 
     A thread polls. The kernel's own way, PR_SET_PDEATHSIG, would end the child with the thread that started it.
     """
-    threading.Thread(target=_watch, args=(parent,), name="parent", daemon=True).start()
 
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_POLL_SECONDS)
+        os._exit(1)
 
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_POLL_SECONDS)
-    os._exit(1)
+    threading.Thread(target=watch, name="parent", daemon=True).start()

@@ -16,7 +16,7 @@ from swift.megatron.trainers.base import BaseMegatronTrainer
 from swift_megatron_grpo.loop.step import GRPOLoop
 from swift_megatron_grpo.output.checkpoints.manifest import has_manifest, read_manifest
 from swift_megatron_grpo.runtime.failures import SharedFailure
-from swift_megatron_grpo.runtime.stopping.report import StoppedBySignal
+from swift_megatron_grpo.runtime.stopping.request import StoppedBySignal
 from swift_megatron_grpo.trainer import grpo_trainer as module
 from swift_megatron_grpo.trainer.grpo_trainer import MegatronGRPOTrainer
 from swift_megatron_grpo.trainer.start import next_save

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from swift_megatron_grpo.runtime.stopping.report import last_line
+from swift_megatron_grpo.runtime.stopping.request import last_line
 from swift_megatron_grpo.runtime.stopping.signals import STOP_SIGNALS, StopSignals
 
 
