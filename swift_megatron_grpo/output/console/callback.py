@@ -34,7 +34,8 @@ def reported(args: Any) -> Iterator[None]:
     """Around a whole run: print its steps in lines, and write its report, also when it fails."""
     plot_images, callback = sft.plot_images, megatron_callbacks_map["print"]
     writes = is_last_rank()  # the process group is gone at the end
-    sft.plot_images, megatron_callbacks_map["print"] = _no_images, RunConsole
+    sft.plot_images = lambda *_, **__: None  # the report has all curves
+    megatron_callbacks_map["print"] = RunConsole
     try:
         yield
     finally:
@@ -44,10 +45,6 @@ def reported(args: Any) -> Iterator[None]:
             if writes:
                 LiveReport(folder, logger.warning).update(now=True)
             logger.info(f"report of the run: {folder / FILE}")
-
-
-def _no_images(*_: Any, **__: Any) -> None:
-    """Draw nothing: the report has all curves."""
 
 
 def peak_tflops(ranks: int) -> float | None:

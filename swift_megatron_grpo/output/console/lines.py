@@ -122,14 +122,11 @@ def evaluation_line(step: int, metrics: Metrics) -> str:
 
 def completion_line(rollout: int, reward: float | None, text: str, width: int = 160) -> str:
     """Return a completion in one line. Control characters are escaped, because a model wrote the text."""
-    shown = "".join(character if character.isprintable() else escaped(character) for character in text[: width + 1])
+    characters = text[: width + 1]
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in characters)
     if len(shown) > width:
         shown = shown[:width] + "…"
     return f"  a completion of rollout {rollout}, reward {'-' if reward is None else compact(reward)}: {shown}"
-
-
-def escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
 
 
 class Pace:
@@ -157,14 +154,11 @@ class Pace:
         self._step = step
 
     @property
-    def seconds_per_step(self) -> float | None:
-        """None until the steps of the second rollout have ended."""
-        return sum(self._times) / len(self._times) if len(self._times) >= self._per_rollout else None
-
-    @property
     def remaining(self) -> float | None:
-        pace = self.seconds_per_step
-        return None if pace is None else pace * (self._total - self._step)
+        """The seconds of the remaining steps; None until the steps of the second rollout have ended."""
+        if len(self._times) < self._per_rollout:
+            return None
+        return sum(self._times) / len(self._times) * (self._total - self._step)
 
 
 def status(step: int, total: int, what: str, elapsed: float, remaining: float | None, width: int) -> str:

@@ -65,7 +65,8 @@ def naming_full_disk(path: Path, flag: str, advice: str) -> Iterator[None]:
         if reason is None:
             raise
         raise NoSpace(
-            f"no space: {flag} cannot write {path}: {reason}; {describe_free(path.parent)}; {advice}"
+            f"no space: {flag} cannot write {path}: {reason}; {format_bytes(free_bytes(path.parent))} are free there; "
+            f"{advice}"
         ) from error
 
 
@@ -73,10 +74,6 @@ def free_bytes(folder: Path) -> int:
     """Return the free bytes of the file system that holds, or will hold, a folder."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     return shutil.disk_usage(existing).free
-
-
-def describe_free(folder: Path) -> str:
-    return f"{format_bytes(free_bytes(folder))} are free there"
 
 
 def format_bytes(size: float) -> str:

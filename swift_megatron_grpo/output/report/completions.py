@@ -5,12 +5,12 @@ The file of a long run has gigabytes, and a report is written every half minute,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swift_megatron_grpo.output.report.run_files import finite, is_number, parse_lines
+from swift_megatron_grpo.output.report.run_files import finite, parse_lines
 
 FILE = "completions.jsonl"
 FIXED = {"rollout", "gen_step", "prompt", "completion", "advantages", "tokens", "truncated", "total_reward"}
@@ -28,8 +28,8 @@ class Completion:
     rewards: list[float | None]
     total: float | None
     advantage: float | None
-    tokens: int | None
-    truncated: bool | None
+    tokens: int
+    truncated: bool
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Completions:
     left_out: str | None  # what is not here
 
 
-def read_completions(folder: Path, limit: int, weights: Sequence[float] = ()) -> Completions | None:
-    """Read the completions of a run; None if it did not log them. `weights`: of functions, if totals are missing."""
+def read_completions(folder: Path, limit: int) -> Completions | None:
+    """Read the completions of a run; None if it did not log them."""
     path = folder / FILE
     if not path.is_file():
         return None
@@ -56,55 +56,50 @@ def read_completions(folder: Path, limit: int, weights: Sequence[float] = ()) ->
             rows, left_out = head + tail, _describe(head, tail, limit, size)
     rows = last_run(rows)
     functions = list(dict.fromkeys(name for row in rows for name in row if name not in FIXED))
-    return Completions(functions, [_completion(row, functions, weights) for row in rows], left_out)
+    return Completions(functions, [_completion(row, functions) for row in rows], left_out)
 
 
 def _parse(content: bytes) -> list[dict[str, Any]]:
     """Return the rows. Split at newlines only: completions may contain other characters that end lines."""
     rows = parse_lines(content.decode("utf-8", errors="replace").split("\n"))[0]
-    return [row for row in rows if "completion" in row]
+    return [row for row in rows if row.keys() >= FIXED]
 
 
 def whole_rollouts(rows: list[dict[str, Any]], cut_at_end: bool) -> list[dict[str, Any]]:
     """Drop the rollout that the limit cut, unless there is no other."""
     if not rows:
         return []
-    cut = rows[-1 if cut_at_end else 0].get("rollout")
-    return [row for row in rows if row.get("rollout") != cut] or rows
+    cut = rows[-1 if cut_at_end else 0]["rollout"]
+    return [row for row in rows if row["rollout"] != cut] or rows
 
 
 def last_run(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows of the last run of the folder, which begins where rollouts are counted from an earlier one."""
     kept: list[dict[str, Any]] = []
     for row in rows:
-        if kept and row.get("rollout", 0) < kept[-1].get("rollout", 0):
-            kept = [earlier for earlier in kept if earlier.get("rollout", 0) < row.get("rollout", 0)]
+        if kept and row["rollout"] < kept[-1]["rollout"]:
+            kept = [earlier for earlier in kept if earlier["rollout"] < row["rollout"]]
         kept.append(row)
     return kept
 
 
-def _describe(head: Sequence[Mapping[str, Any]], tail: Sequence[Mapping[str, Any]], limit: int, size: int) -> str:
+def _describe(head: Sequence[dict[str, Any]], tail: Sequence[dict[str, Any]], limit: int, size: int) -> str:
     where = f"the page holds {limit / 2**20:.3g} of {size / 2**20:.3g} MB of {FILE}"
     if not head or not tail:
         return where
-    first, last = head[-1].get("rollout", 0) + 1, tail[0].get("rollout", 0) - 1
+    first, last = head[-1]["rollout"] + 1, tail[0]["rollout"] - 1
     return f"rollouts {first} to {last} are left out: {where}" if first <= last else where
 
 
-def _completion(row: Mapping[str, Any], functions: Sequence[str], weights: Sequence[float]) -> Completion:
-    rewards = [finite(row.get(name)) for name in functions]
-    total = finite(row.get("total_reward"))
-    if total is None and any(reward is not None for reward in rewards):
-        factors = weights if len(weights) == len(functions) else [1.0] * len(functions)
-        total = sum(factor * reward for factor, reward in zip(factors, rewards, strict=True) if reward is not None)
+def _completion(row: dict[str, Any], functions: Sequence[str]) -> Completion:
     return Completion(
-        rollout=int(row.get("rollout") or 0),
-        weights_version=int(row.get("gen_step") or 0),
-        prompt=str(row.get("prompt", "")),
-        text=str(row["completion"]),
-        rewards=rewards,
-        total=total,
-        advantage=finite(row.get("advantages")),
-        tokens=int(row["tokens"]) if is_number(row.get("tokens")) else None,
-        truncated=row["truncated"] if isinstance(row.get("truncated"), bool) else None,
+        rollout=row["rollout"],
+        weights_version=row["gen_step"],
+        prompt=row["prompt"],
+        text=row["completion"],
+        rewards=[finite(row.get(name)) for name in functions],
+        total=finite(row["total_reward"]),
+        advantage=finite(row["advantages"]),
+        tokens=row["tokens"],
+        truncated=row["truncated"],
     )

@@ -33,8 +33,7 @@ def load(folders: Sequence[Path], most_bytes: int = MOST_BYTES) -> list[LoadedRu
     runs = []
     for name, folder in zip(names_of(folders), folders, strict=True):
         files = read_run(folder)
-        completions = read_completions(folder, most_bytes // len(folders), reward_weights(files.settings))
-        runs.append(LoadedRun(name, files, completions))
+        runs.append(LoadedRun(name, files, read_completions(folder, most_bytes // len(folders))))
     return runs
 
 
@@ -46,12 +45,6 @@ def names_of(folders: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return [f"{name} ({number})" for number, name in enumerate(names, 1)]
-
-
-def reward_weights(settings: Mapping[str, Any]) -> list[float]:
-    """Return --reward_weights, in the order of the reward functions; empty without them."""
-    weights = settings.get("reward_weights")
-    return [float(weight) for weight in weights] if isinstance(weights, list) else []
 
 
 def contents(runs: Sequence[LoadedRun], written: str) -> dict[str, Any]:
@@ -98,19 +91,14 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.6g}")
 
 
-def seconds_per_step(training: Table, newest: int = 20) -> float | None:
-    """Return the mean time of the newest steps, all phases; the first step, which also starts up, is left out."""
+def remaining_seconds(training: Table, total_steps: int | None, newest: int = 20) -> float | None:
+    """Return the remaining steps times the mean time of the newest; step 1, which also starts up, is left out."""
     columns = [column for name, column in training.values.items() if name.startswith(PHASE)]
+    if not columns or total_steps is None:
+        return None
     sums = [sum(column[i] or 0.0 for column in columns) for i in range(len(training.steps))]
     recent = sums[1:][-newest:] or sums
-    return sum(recent) / len(recent) if recent and columns else None
-
-
-def remaining_seconds(training: Table, total_steps: int | None) -> float | None:
-    pace = seconds_per_step(training)
-    if pace is None or total_steps is None:
-        return None
-    return pace * (total_steps - training.steps[-1])
+    return sum(recent) / len(recent) * (total_steps - training.steps[-1])
 
 
 def facts(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -178,15 +166,12 @@ def reasons(run: LoadedRun) -> dict[str, str]:
     if "sync_check/mean_diff" not in values:
         off = "--sync_check off" if settings.get("sync_check") == "off" else "no sync_check metrics in logging.jsonl"
         missing["sync"] = f"weight syncs were not verified: {off}"
-    if not any(value for name in memory_metrics(values) for value in values[name]):
+    memory = (column for name, column in values.items() if name == "memory(GiB)" or name.startswith("memory/"))
+    if not any(map(any, memory)):
         missing["memory"] = "no GPU memory is logged: the run had no GPU"
     if run.completions is None:
         missing["completions"] = _NO_COMPLETIONS
     return missing
-
-
-def memory_metrics(names: Mapping[str, Any]) -> list[str]:
-    return [name for name in names if name == "memory(GiB)" or name.startswith("memory/")]
 
 
 def _completions(completions: Completions) -> dict[str, Any]:

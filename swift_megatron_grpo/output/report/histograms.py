@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from swift_megatron_grpo.output.report.completions import Completion, Completions
 
 BINS = 24
 _SHARE = 5  # first and newest: a fifth of the rollouts each
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """Counts in bins of equal width from `low` to `high`."""
-
-    name: str
-    low: float
-    high: float
-    first: list[int]
-    newest: list[int]
 
 
 def counts(values: Sequence[float], low: float, high: float, bins: int) -> list[int]:
@@ -31,31 +19,25 @@ def counts(values: Sequence[float], low: float, high: float, bins: int) -> list[
     return result
 
 
-def histogram(name: str, first: Sequence[float], newest: Sequence[float], bins: int = BINS) -> Histogram | None:
-    """Return both distributions over the same bins; None without values."""
+def histogram(name: str, first: Sequence[float], newest: Sequence[float], bins: int = BINS) -> dict[str, Any] | None:
+    """Return counts of both distributions in the same bins of equal width from `low` to `high`; None without values."""
     values = [*first, *newest]
     if not values:
         return None
     low, high = min(values), max(values)
     if low == high:
         low, high = low - 0.5, high + 0.5
-    return Histogram(name, low, high, counts(first, low, high, bins), counts(newest, low, high, bins))
+    shared = (low, high, bins)
+    return {"name": name, "low": low, "high": high, "first": counts(first, *shared), "newest": counts(newest, *shared)}
 
 
 def split(completions: Completions) -> tuple[list[Completion], list[Completion], str, str]:
     """Return the completions of the first and of the newest rollouts, and the names of both."""
     rollouts = sorted({row.rollout for row in completions.rows})
     size = max(1, len(rollouts) // _SHARE)
-    first, newest = rollouts[:size], rollouts[-size:]
-    if len(rollouts) < 2:
-        first = []
-    early, late = set(first), set(newest)
-    return (
-        [row for row in completions.rows if row.rollout in early],
-        [row for row in completions.rows if row.rollout in late],
-        _label(first),
-        _label(newest),
-    )
+    first, newest = rollouts[:size] if len(rollouts) > 1 else [], rollouts[-size:]
+    early, late = ([row for row in completions.rows if row.rollout in part] for part in (first, newest))
+    return early, late, _label(first), _label(newest)
 
 
 def _label(rollouts: Sequence[int]) -> str:
@@ -68,16 +50,14 @@ def of_completions(completions: Completions) -> dict[str, Any]:
     """Return the histograms of the page, as JSON."""
     first, newest, first_label, newest_label = split(completions)
 
-    def compare(name: str, value: Callable[[Completion], float | None]) -> list[Histogram]:
+    def compare(name: str, value: Callable[[Completion], float | None]) -> dict[str, Any] | None:
         early, late = ([v for row in rows if (v := value(row)) is not None] for rows in (first, newest))
-        made = histogram(name, early, late)
-        return [] if made is None else [made]
+        return histogram(name, early, late)
 
-    has_tokens = any(row.tokens is not None for row in completions.rows)
-    length = "completion length, tokens" if has_tokens else "completion length, characters"
-    made = compare("total reward", lambda row: row.total)
-    if len(completions.functions) > 1:
-        for i, name in enumerate(completions.functions):
-            made += compare(name, lambda row, i=i: row.rewards[i])  # type: ignore[misc]
-    made += compare(length, lambda row: row.tokens if has_tokens else len(row.text))
-    return {"first": first_label, "newest": newest_label, "charts": [asdict(one) for one in made]}
+    functions = completions.functions if len(completions.functions) > 1 else []
+    charts = [
+        compare("total reward", lambda row: row.total),
+        *(compare(name, lambda row, i=i: row.rewards[i]) for i, name in enumerate(functions)),  # type: ignore[misc]
+        compare("completion length, tokens", lambda row: row.tokens),
+    ]
+    return {"first": first_label, "newest": newest_label, "charts": [chart for chart in charts if chart is not None]}

@@ -147,10 +147,10 @@ def test_rewards_stand_in_the_order_of_their_functions(tmp_path: Path) -> None:
 def test_histograms_share_their_bins() -> None:
     made = histogram("reward", [0.0, 0.1, 0.1], [1.0], bins=10)
     assert made is not None
-    assert made.first == [1, 2, 0, 0, 0, 0, 0, 0, 0, 0] and made.newest == [0] * 9 + [1]
+    assert made["first"] == [1, 2, 0, 0, 0, 0, 0, 0, 0, 0] and made["newest"] == [0] * 9 + [1]
     assert histogram("reward", [], []) is None
     constant = histogram("reward", [2.0], [2.0, 2.0])
-    assert constant is not None and sum(constant.newest) == 2 and constant.low < 2 < constant.high
+    assert constant is not None and sum(constant["newest"]) == 2 and constant["low"] < 2 < constant["high"]
 
 
 def test_long_curves_are_thinned_to_means_and_extremes() -> None:
