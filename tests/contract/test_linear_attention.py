@@ -31,7 +31,7 @@ from packaging.version import Version
 
 from swift_megatron_grpo.packing.collate import collate, count
 from swift_megatron_grpo.packing.plan import Alignment
-from swift_megatron_grpo.platforms.cpu.linear_attention import tree
+from swift_megatron_grpo.platforms.cpu.linear_attention import fla
 from swift_megatron_grpo.training.upstream_fixes import linear_attention as fixes
 from swift_megatron_grpo.training.upstream_fixes.linear_attention import bounds
 from swift_megatron_grpo.types import Sample
@@ -53,7 +53,7 @@ def test_the_stand_in_has_what_supported_models_import_of_fla() -> None:
     needed = names_imported_of_fla(mcore_bridge) | names_imported_of_fla(megatron.core)
     others = {(module, name) for module, name in needed if "kda" in module or "gla" in module}  # of untested types
     for module, name in needed - others:
-        assert name in tree._CONTENTS[module.removeprefix("fla.")], (module, name)
+        assert name in fla._CONTENTS[module.removeprefix("fla.")], (module, name)
 
 
 def test_the_delta_net_gathers_tokens_before_its_first_norm() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swift_megatron_grpo.platforms.cpu.linear_attention import convolution, delta_rule
+from swift_megatron_grpo.platforms.cpu.linear_attention import fla as plain
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 BOUNDS = [0, 257, 321, 512]  # three sequences of a pack, none a multiple of a chunk
@@ -48,7 +48,7 @@ def test_the_delta_rule_and_its_gradients_match_the_cpu_platform(decay: float) -
     poison_free_memory()
     output, _ = chunk_gated_delta_rule(*inputs, use_qk_l2norm_in_kernel=True, cu_seqlens=bounds)
     exact_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    exact, _ = delta_rule.chunk_gated_delta_rule(*exact_inputs, use_qk_l2norm_in_kernel=True, cu_seqlens=bounds)
+    exact, _ = plain.chunk_gated_delta_rule(*exact_inputs, use_qk_l2norm_in_kernel=True, cu_seqlens=bounds)
     direction = torch.randn_like(exact)
     poison_free_memory()
     gradients = torch.autograd.grad(output, inputs, direction.to(output.dtype))
@@ -72,7 +72,7 @@ def test_the_convolution_and_its_gradients_match_the_cpu_platform() -> None:
     poison_free_memory()
     output, _ = causal_conv1d(x, weight, activation="silu", cu_seqlens=bounds)
     exact_inputs = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
-    exact, _ = convolution.causal_conv1d(*exact_inputs, activation="silu", cu_seqlens=bounds)
+    exact, _ = plain.causal_conv1d(*exact_inputs, activation="silu", cu_seqlens=bounds)
     direction = torch.randn_like(exact)
     poison_free_memory()
     gradients = torch.autograd.grad(output, (x, weight), direction.to(output.dtype))

@@ -14,7 +14,6 @@ stand_in.py          module trees in place of packages that need CUDA
 transformer_engine/  Transformer Engine's API in plain PyTorch
 linear_attention/    flash-linear-attention's API, and vLLM's linear attention, in plain PyTorch
 routed_experts.py    the experts that vLLM's routers choose, from its first model runner
-shared_memory.py     names of the memory that vLLM's tensor-parallel ranks share
 fixes.py             fixes of upstream code that fails without a GPU
 torchvision_operators.py  makes torchvision importable, in every process with a CPU build of torch
 
@@ -55,18 +54,16 @@ def activate() -> None:
 
     prepare_environment()
 
-    from swift_megatron_grpo.platforms.cpu import cuda, devices, distributed, fixes
-    from swift_megatron_grpo.platforms.cpu.linear_attention import tree as linear_attention
+    from swift_megatron_grpo.platforms.cpu import cuda, devices, distributed
+    from swift_megatron_grpo.platforms.cpu.linear_attention import fla
     from swift_megatron_grpo.platforms.cpu.transformer_engine import tree
-    from swift_megatron_grpo.runtime.import_hooks import after_import
 
     devices.install()
     cuda.install()
     distributed.install()
     tree.install()
-    linear_attention.install()
-    for module_name, fix in fixes.AFTER_IMPORT.items():
-        after_import(module_name, fix)
+    fla.install()
+    _fix_modules(prefix="")
     _active = True
 
 
@@ -88,10 +85,14 @@ def activate_engine() -> None:
     global _engine_active
     if _active or _engine_active:
         return
+    _fix_modules(prefix="vllm.")
+    _engine_active = True
+
+
+def _fix_modules(prefix: str) -> None:
     from swift_megatron_grpo.platforms.cpu import fixes
     from swift_megatron_grpo.runtime.import_hooks import after_import
 
     for module_name, fix in fixes.AFTER_IMPORT.items():
-        if module_name.startswith("vllm."):
+        if module_name.startswith(prefix):
             after_import(module_name, fix)
-    _engine_active = True

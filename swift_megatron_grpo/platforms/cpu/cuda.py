@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import psutil
@@ -66,10 +66,6 @@ class Stream:
 _STREAM = Stream()
 
 
-class _Device(nullcontext[None]):
-    """torch.cuda.device(index)"""
-
-
 class _CpuGenerator:
     """torch.cuda.default_generators[0]: torch's CPU generator.
 
@@ -84,33 +80,21 @@ class _CpuGenerator:
     set_state = graphsafe_set_state = staticmethod(torch.default_generator.set_state)
 
 
-def _memory_stats(device: Any = None) -> dict[str, int]:
-    return defaultdict(int)
-
-
 def _mem_get_info(device: Any = None) -> tuple[int, int]:
     memory = psutil.virtual_memory()
     return memory.available, memory.total
-
-
-def _call(callback: Callable[[], None], **kwargs: Any) -> None:
-    callback()
-
-
-def _stream_context(stream: Stream | None) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 _REPLACEMENTS: dict[str, Any] = {
     "Event": Event,
     "ExternalStream": Stream,
     "Stream": Stream,
-    "_lazy_call": _call,
+    "_lazy_call": lambda callback, **kwargs: callback(),
     "current_device": lambda: 0,
     "current_stream": lambda device=None: _STREAM,
     "default_generators": (_CpuGenerator(),),
     "default_stream": lambda device=None: _STREAM,
-    "device": _Device,
+    "device": nullcontext,
     "device_count": lambda: 1,
     "is_available": lambda: False,  # with PYTORCH_NVML_BASED_CUDA_CHECK torch's CUDA build asks device_count
     "is_current_stream_capturing": lambda: False,
@@ -119,8 +103,8 @@ _REPLACEMENTS: dict[str, Any] = {
     "mem_get_info": _mem_get_info,
     "memory_allocated": lambda device=None: 0,
     "memory_reserved": lambda device=None: 0,
-    "memory_stats": _memory_stats,
-    "stream": _stream_context,
+    "memory_stats": lambda device=None: defaultdict(int),
+    "stream": lambda stream: nullcontext(),
 }
 _WITHOUT_EFFECT = (
     "_lazy_init", "empty_cache", "init", "ipc_collect", "reset_max_memory_allocated", "reset_max_memory_cached",

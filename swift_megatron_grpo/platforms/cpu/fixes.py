@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -20,14 +21,9 @@ from torch.overrides import TorchFunctionMode
 
 from swift_megatron_grpo.platforms.cpu.linear_attention.vllm_core import compute_in_torch
 from swift_megatron_grpo.platforms.cpu.routed_experts import allow_first_runner, capture_in_first_runner
-from swift_megatron_grpo.platforms.cpu.shared_memory import name_after_the_first_rank
 
 _MAX_SENDS_IN_FLIGHT = 64
-
-
-def disable_jit_fuser(jit: Any) -> None:
-    """Disable torch.compile in megatron.core.jit: it would compile C++ for minutes to save milliseconds."""
-    jit.disable_jit_fuser()
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 def accept_cpu_tensor_types(module: ModuleType) -> None:
@@ -120,12 +116,15 @@ def silence_rng_warning(random: ModuleType) -> None:
 
 def use_sdpa_in_vision_towers(model_config: Any) -> None:
     """Make SDPA the default attention of mcore-bridge's vision towers, in place of flash_attention_2."""
-    _before(model_config.ModelConfig, "__post_init__", _set_vision_attention)
+    post_init = model_config.ModelConfig.__post_init__
 
+    @functools.wraps(post_init)
+    def set_and_post_init(self: Any) -> None:
+        if self.vit_attn_impl is None:
+            self.vit_attn_impl = "sdpa"
+        post_init(self)
 
-def _set_vision_attention(config: Any) -> None:
-    if config.vit_attn_impl is None:
-        config.vit_attn_impl = "sdpa"
+    model_config.ModelConfig.__post_init__ = set_and_post_init
 
 
 def force_accelerate_cpu_state(state: Any) -> None:
@@ -156,6 +155,32 @@ def skip_destroyed_groups(parallel_state: Any) -> None:
             destroy(self)
 
     parallel_state.GroupCoordinator.destroy = destroy_if_initialized
+
+
+def name_after_the_first_rank(cpu_communicator: Any) -> None:
+    """Name the memory that vLLM's tensor-parallel ranks share after the process of the group's first rank.
+
+    vLLM names it after the port of an engine's processes, which the ranks of a torchrun do not have. So two runs at a
+    time had one name, and the memory of a killed run kept every later one from starting ("create shm in SHMManager
+    failed"). The memory of processes that ended is removed.
+    """
+    owner = cpu_communicator._CPUSHMDistributed
+    make_group_name = owner.make_group_name
+
+    def make_own_name(communicator: Any) -> str:
+        first = torch.tensor(os.getpid())
+        dist.broadcast(first, src=communicator.ranks[0], group=communicator.device_group)
+        remove_memory_of_ended_processes(_SHARED_MEMORY)
+        return f"{first.item()}{make_group_name(communicator).lstrip('/')}"  # it begins with slashes: env://
+
+    owner.make_group_name = staticmethod(make_own_name)
+
+
+def remove_memory_of_ended_processes(folder: Path) -> None:
+    for memory in folder.glob("*-tp:*-cpushm_*"):
+        process = memory.name.partition("-")[0]
+        if process.isdecimal() and not Path("/proc", process).exists():
+            memory.unlink(missing_ok=True)
 
 
 def keep_unpacked_weights(utils: Any) -> None:
@@ -264,17 +289,6 @@ def fix_first_runner(gpu_model_runner: Any) -> None:
     capture_in_first_runner(gpu_model_runner)
 
 
-def _before(owner: type, method: str, call: Callable[[Any], None]) -> None:
-    original = vars(owner)[method]
-
-    @functools.wraps(original)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call(self)
-        return original(self, *args, **kwargs)
-
-    setattr(owner, method, wrapped)
-
-
 def prefer_the_given_cache_size(cpu: Any) -> None:
     """Make vLLM use `kv_cache_memory_bytes` where it is given, not VLLM_CPU_KVCACHE_SPACE, which is our default."""
     check_and_update = cpu.CpuPlatform.check_and_update_config
@@ -324,7 +338,7 @@ class _TensorsOnDevice(TorchFunctionMode):
 AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
     "accelerate.state": force_accelerate_cpu_state,
     "mcore_bridge.config.model_config": use_sdpa_in_vision_towers,
-    "megatron.core.jit": disable_jit_fuser,
+    "megatron.core.jit": lambda jit: jit.disable_jit_fuser(),  # it would compile C++ for minutes to save milliseconds
     "megatron.core.optimizer.clip_grads": accept_cpu_tensor_types,
     "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": select_optimizer_states_for_the_cpu,
     "megatron.core.optimizer.distrib_optimizer": accept_cpu_tensor_types,

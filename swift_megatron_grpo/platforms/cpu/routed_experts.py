@@ -8,52 +8,29 @@ of cached blocks, and the scheduler attaches rows to completions. This module co
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+
+from swift_megatron_grpo.runtime.replaced import replaced
 
 
 def allow_first_runner(config: ModuleType) -> None:
     """Make vLLM's check accept the first model runner; everything else that it checks stays checked."""
     owner: Any = vars(config)["VllmConfig"]
-    verify, runner = owner._verify_aux_output_compatibility, vars(owner)["use_v2_model_runner"]
+    verify = owner._verify_aux_output_compatibility
 
     @functools.wraps(verify)
     def verify_without_runner(self: Any) -> None:
-        owner.use_v2_model_runner = True
-        try:
+        with replaced(owner, "use_v2_model_runner", True):
             verify(self)
-        finally:
-            owner.use_v2_model_runner = runner
         if self.aux_output_config.enabled:
             self.scheduler_config.async_scheduling = False  # the copies of a step's rows would need streams
 
     owner._verify_aux_output_compatibility = verify_without_runner
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """The part that vLLM's connector reads of the second runner's batch."""
-
-    req_ids: list[str]
-    query_start_loc_np: NDArray[np.int32]  # [requests + 1] first row of each request
-    num_computed_tokens_np: NDArray[np.int32]  # [requests] before this step
-
-
-@contextmanager
-def _as_first_rank(worker: Any) -> Iterator[None]:
-    group = worker.get_tp_group
-    worker.get_tp_group = lambda: SimpleNamespace(is_first_rank=True)
-    try:
-        yield
-    finally:
-        worker.get_tp_group = group
 
 
 class _Capture:
@@ -63,7 +40,8 @@ class _Capture:
         worker = import_module("vllm.distributed.aux_output_connector.worker")
         # Ranks of a torchrun each have a scheduler, which waits for rows; vLLM assumes one behind the first rank.
         each_schedules = runner.vllm_config.parallel_config.distributed_executor_backend == "external_launcher"
-        with _as_first_rank(worker) if each_schedules else nullcontext():
+        first_rank = replaced(worker, "get_tp_group", lambda: SimpleNamespace(is_first_rank=True))
+        with first_rank if each_schedules else nullcontext():
             self.connector = worker.get_aux_output_connector(runner.model, runner.vllm_config, kv_cache_config)
         self.pending: Any = None  # rows of the step whose tokens are sampled next
 
@@ -71,10 +49,10 @@ class _Capture:
         """Keep the rows of the step that has run."""
         batch = runner.input_batch
         count = batch.num_reqs
-        step = _Step(
-            list(batch.req_ids[:count]),
-            runner.query_start_loc.np[: count + 1].copy(),
-            batch.num_computed_tokens_cpu[:count].copy(),
+        step = SimpleNamespace(  # the part that the connector reads of the second runner's batch
+            req_ids=list(batch.req_ids[:count]),
+            query_start_loc_np=runner.query_start_loc.np[: count + 1].copy(),  # [requests + 1] first row of each
+            num_computed_tokens_np=batch.num_computed_tokens_cpu[:count].copy(),  # [requests] before this step
         )
         self.pending = self.connector.prepare_output(step)
 

@@ -40,19 +40,8 @@ def reject_unsupported(owner: str, **arguments: object) -> None:
             raise NotImplementedError(_unsupported_message(f"{owner}({name}={value!r})"))
 
 
-def unsupported_function(module: str, name: str) -> Any:
-    """Create a function that can be imported and raises when it is called."""
-
-    def function(*args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(_unsupported_message(f"{module}.{name}"))
-
-    function.__name__ = function.__qualname__ = name
-    function.__module__ = module
-    return function
-
-
-def unsupported_class(module: str, name: str) -> type:
-    """Create a class for imports, base classes and isinstance that raises when it is instantiated."""
+def unsupported(module: str, name: str) -> type:
+    """Create a class or function that raises when it is called. It can be imported, a base class and in isinstance."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(_unsupported_message(f"{module}.{name}"))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from swift_megatron_grpo.platforms.cpu.linear_attention.delta_rule import delta_rule, l2norm
+from swift_megatron_grpo.platforms.cpu.linear_attention.fla import delta_rule, l2norm
 
 
 def compute_in_torch(gdn_attention: Any) -> None:

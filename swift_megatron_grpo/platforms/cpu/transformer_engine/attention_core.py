@@ -37,12 +37,11 @@ def attend_at(
     if rules.causal:
         keys = min(max(last + shift, 0), keys)
     if rules.causal and rules.window == (-1, -1) and first == shift == 0 and keys == last:
-        return attend(
-            query, key[:, :, :keys], value[:, :, :keys], rules, is_causal=True
-        )  # torch's own causal kernel is the fastest
-    allowed = visible(length, key.shape[2], first, last, rules)
-    allowed = None if allowed is None else allowed[:, :keys]
-    return attend(query, key[:, :, :keys], value[:, :, :keys], rules, allowed)
+        allowed, is_causal = None, True  # torch's own causal kernel is the fastest
+    else:
+        allowed, is_causal = visible(length, key.shape[2], first, last, rules), False
+        allowed = None if allowed is None else allowed[:, :keys]
+    return attend(query, key[:, :, :keys], value[:, :, :keys], rules, allowed, is_causal)
 
 
 def visible(queries: int, keys: int, first: int, last: int, rules: Rules) -> torch.Tensor | None:
@@ -71,11 +70,10 @@ def attend(
     rules: Rules,
     allowed: torch.Tensor | None = None,
     is_causal: bool = False,
-    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute attention: [b, h, q, d], [b, g, k, d], [b, g, k, e] -> [b, h, q, e].
 
-    allowed and bias are broadcast to [b, h, q, k]. The output of a query that sees no key is zero.
+    `allowed` is broadcast to [b, h, q, k]. The output of a query that sees no key is zero.
     """
     if key.shape[2] == 0 or query.shape[2] == 0:
         return query.new_zeros(*query.shape[:3], value.shape[3])
@@ -84,32 +82,25 @@ def attend(
         blind = ~allowed.any(-1, keepdim=True)
         allowed = allowed | blind  # a softmax over no keys is NaN, also in backward
     if rules.softmax_offset is None:
-        mask = allowed if bias is None else _as_scores(bias, allowed, query, key)
         output = F.scaled_dot_product_attention(
-            query, key, value, mask, rules.dropout, is_causal, scale=rules.scale, enable_gqa=True
+            query, key, value, allowed, rules.dropout, is_causal, scale=rules.scale, enable_gqa=True
         )
     else:
         allowed = visible(query.shape[2], key.shape[2], 0, query.shape[2], rules) if is_causal else allowed
-        output = _attend_with_offset(query, key, value, rules, _as_scores(bias, allowed, query, key))
+        output = _attend_with_offset(query, key, value, rules, allowed)
     return output if blind is None else output.masked_fill(blind, 0.0)
 
 
-def _as_scores(
-    bias: torch.Tensor | None, allowed: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
-) -> torch.Tensor:
-    """Combine bias and mask in one additive term, broadcastable to [b, h, q, k]."""
-    scores = query.new_zeros(query.shape[2], key.shape[2]) if bias is None else bias.float()
-    return scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
-
-
 def _attend_with_offset(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: Rules, additive: torch.Tensor
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: Rules, allowed: torch.Tensor | None
 ) -> torch.Tensor:
     """Compute attention with one additional logit per head, which receives weight but has no value."""
     assert rules.softmax_offset is not None
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
-    scores = query @ key.transpose(-1, -2) * rules.scale + additive
+    scores = query @ key.transpose(-1, -2) * rules.scale
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, -torch.inf)
     offset = rules.softmax_offset.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
     weights = torch.cat([scores, offset], dim=-1).softmax(-1)[..., :-1]
     return F.dropout(weights, rules.dropout) @ value

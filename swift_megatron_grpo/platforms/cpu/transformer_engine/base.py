@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -17,6 +18,11 @@ from swift_megatron_grpo.platforms.cpu.stand_in import reject_unsupported
 
 Device = torch.device | str | int | None
 Initializer = Callable[[torch.Tensor], Any]
+
+
+def mappings() -> Any:
+    """Return Megatron's collectives with gradients. Megatron imports this stand-in, so they are imported when used."""
+    return import_module("megatron.core.tensor_parallel.mappings")
 
 
 def constant(value: float) -> Initializer:
@@ -30,9 +36,8 @@ def default_weight_init(weight: torch.Tensor) -> None:
 class TransformerEngineBaseModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.fp8 = self.fp8_calibration = self.fp8_initialized = False
+        self.fp8 = self.fp8_calibration = False
         self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False, "fp8_group": None}
-        self.primary_weights_in_fp8 = False
         self.tp_group: dist.ProcessGroup | None = None
         self.tp_size = 1
         self.sequence_parallel = False
@@ -92,9 +97,6 @@ class TransformerEngineBaseModule(nn.Module):
     def set_extra_state(self, state: torch.Tensor | None) -> None:
         if state is not None and state.numel() > 0:
             reject_unsupported(f"{type(self).__name__}.set_extra_state", fp8_state=True)
-
-    def need_backward_dw(self) -> bool:
-        return False
 
     def backward_dw(self) -> None:
         """Do nothing: weight gradients are never delayed (delay_wgrad_compute is rejected)."""

@@ -70,35 +70,23 @@ class FusedAdam(Optimizer):
         super().__init__(params, defaults)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if not self.use_decoupled_grad:
-            super().zero_grad(set_to_none)
-            return
-        for parameter in self._parameters():
-            if set_to_none:
+        if self.use_decoupled_grad:
+            reject_unsupported("FusedAdam.zero_grad", decoupled_gradients_of_zeros=not set_to_none)
+            for parameter in self._parameters():
                 parameter.decoupled_grad = None  # type: ignore[attr-defined]
-            else:
-                parameter.decoupled_grad.zero_()  # type: ignore[attr-defined]
+        else:
+            super().zero_grad(set_to_none)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
-        reject_unsupported("FusedAdam.step", grad_scaler=grad_scaler is not None)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None, grad_scaler: None = None) -> None:  # type: ignore[override]
+        reject_unsupported("FusedAdam.step", closure=closure is not None, grad_scaler=grad_scaler is not None)
         for group in self.param_groups:
             if group["params"]:
                 group["step"] = group.get("step", 0) + 1
             for parameter in group["params"]:
-                grad = self._gradient(parameter)
+                grad = vars(parameter).get("decoupled_grad") if self.use_decoupled_grad else parameter.grad
                 if grad is not None:
                     self._update(parameter, grad.float(), group)
-        return loss
-
-    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        if not self.use_decoupled_grad:
-            return parameter.grad
-        return vars(parameter).get("decoupled_grad")
 
     def _update(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
         if not self.state[parameter]:

@@ -7,18 +7,12 @@ from __future__ import annotations
 
 import torch
 
-from swift_megatron_grpo.platforms.cpu.stand_in import reject_unsupported
-
 
 def moe_permute(
-    inp: torch.Tensor,
-    routing_map: torch.Tensor,
-    num_out_tokens: int = -1,
-    max_token_num: int = -1,
-    map_type: str = "mask",
+    inp: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int = -1
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the tokens of expert 0, then those of expert 1, ..., [p, h], and for each its (expert, token), [p, 2]."""
-    row_id_map = _pairs(routing_map, num_out_tokens, map_type)
+    row_id_map = _pairs(routing_map, num_out_tokens)
     return inp.index_select(0, row_id_map[:, 1]), row_id_map
 
 
@@ -26,7 +20,7 @@ def moe_permute_with_probs(
     inp: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int = -1
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return what moe_permute returns, with the probability of each pair, [p], in the middle; `probs`: [t, e]."""
-    row_id_map = _pairs(routing_map, num_out_tokens, "mask")
+    row_id_map = _pairs(routing_map, num_out_tokens)
     expert, token = row_id_map.unbind(1)
     return inp.index_select(0, token), probs[token, expert], row_id_map
 
@@ -36,16 +30,12 @@ def moe_unpermute(
     row_id_map: torch.Tensor,
     merging_probs: torch.Tensor | None = None,
     restore_shape: torch.Size | None = None,
-    map_type: str = "mask",
-    probs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the sum over the experts of every token, [t, h], weighted by `merging_probs` [t, e] and summed in fp32."""
-    reject_unsupported("moe_permute", map_type=map_type if map_type != "mask" else None)
-    weights = merging_probs if merging_probs is not None else probs
     expert, token = row_id_map.unbind(1)
     values = inp.to(torch.promote_types(inp.dtype, torch.float32))
-    if weights is not None:
-        values = values * weights[token, expert].unsqueeze(1)
+    if merging_probs is not None:
+        values = values * merging_probs[token, expert].unsqueeze(1)
     shape = inp.shape if restore_shape is None else restore_shape
     return values.new_zeros(shape).index_add(0, token, values).to(inp.dtype)
 
@@ -64,9 +54,8 @@ def moe_sort_chunks_by_index_with_probs(
     return rows, moe_sort_chunks_by_index(probs, split_sizes, sorted_index)
 
 
-def _pairs(routing_map: torch.Tensor, num_out_tokens: int, map_type: str) -> torch.Tensor:
+def _pairs(routing_map: torch.Tensor, num_out_tokens: int) -> torch.Tensor:
     """Return (expert, token) of every choice, sorted by expert, [p, 2]; `routing_map`: [t, e], not 0 for a choice."""
-    reject_unsupported("moe_permute", map_type=map_type if map_type != "mask" else None)
     pairs = routing_map.bool().T.nonzero()
     if 0 <= int(num_out_tokens) != len(pairs):
         raise ValueError(f"{len(pairs)} tokens are routed, and num_out_tokens is {num_out_tokens}: padding is not done")

@@ -12,22 +12,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from swift_megatron_grpo.platforms.cpu.stand_in import (
-    NEEDS_CUDA,
-    module_tree,
-    unsupported_class,
-    unsupported_function,
-)
-from swift_megatron_grpo.platforms.cpu.transformer_engine import (
-    attention,
-    base,
-    distributed,
-    linear,
-    norm,
-    optimizers,
-    permutation,
-    recipe,
-)
+from swift_megatron_grpo.platforms.cpu.stand_in import NEEDS_CUDA, module_tree, unsupported
+from swift_megatron_grpo.platforms.cpu.transformer_engine import attention, base, layers, optimizers, permutation, state
 
 NAME = "transformer_engine"
 # megatron-core and mcore-bridge read transformer_engine.__version__. The GPU stack runs 2.11, so both platforms use the
@@ -45,65 +31,52 @@ _PERMUTATIONS = ("moe_permute", "moe_permute_with_probs", "moe_sort_chunks_by_in
 _ROUTER = ("fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function")
 
 
-def _classes(module: str, *names: str) -> dict[str, Any]:
-    return {name: unsupported_class(f"{NAME}.{module}", name) for name in names}
-
-
-def _functions(module: str, *names: str) -> dict[str, Any]:
-    return {name: unsupported_function(f"{NAME}.{module}", name) for name in names}
+def _stubs(module: str, *names: str) -> dict[str, Any]:
+    return {name: unsupported(f"{NAME}.{module}", name) for name in names}
 
 
 def _contents() -> dict[str, dict[str, Any]]:
     """Return the names of every module, by its path below transformer_engine."""
-    fp8 = {
-        "FP8GlobalStateManager": recipe.FP8GlobalStateManager,
-        "fp8_autocast": recipe.fp8_autocast,
-        "fp8_model_init": recipe.fp8_model_init,
-    }
-    layers = {
-        "GroupedLinear": linear.GroupedLinear,
-        "LayerNorm": norm.LayerNorm,
-        "LayerNormLinear": linear.LayerNormLinear,
-        "Linear": linear.Linear,
-        "RMSNorm": norm.RMSNorm,
-    }
+    fp8_contexts = {"fp8_autocast": state.fp8_autocast, "fp8_model_init": state.fp8_model_init}
+    fp8 = {"FP8GlobalStateManager": state.FP8GlobalStateManager, **fp8_contexts}
+    layer_names = ("GroupedLinear", "LayerNorm", "LayerNormLinear", "Linear", "RMSNorm")
+    modules = {name: getattr(layers, name) for name in layer_names}
     optimizer_names = ("FusedAdam", "FusedSGD", "multi_tensor_applier", "multi_tensor_l2norm", "multi_tensor_scale")
-    distributed_names = (
-        "CudaRNGStatesTracker", "activation_recompute_forward", "checkpoint", "get_all_rng_states",
-        "is_fp8_activation_recompute_enabled",
-    )  # fmt: skip
+    tracker = {"CudaRNGStatesTracker": state.CudaRNGStatesTracker}
     return {
         "common": {},
-        "common.recipe": {"Format": recipe.Format, **_classes("common.recipe", *_RECIPES)},
+        "common.recipe": {"Format": state.Format, **_stubs("common.recipe", *_RECIPES)},
         "pytorch": {
-            **layers,
-            "CudaRNGStatesTracker": distributed.CudaRNGStatesTracker,
+            **modules,
+            **tracker,
+            **fp8_contexts,
             "DotProductAttention": attention.DotProductAttention,
-            "checkpoint": distributed.checkpoint,
-            "fp8_autocast": recipe.fp8_autocast,
-            "fp8_model_init": recipe.fp8_model_init,
-            **_classes("pytorch", *_LAYERS_WITHOUT_CPU, "Float8BlockwiseQTensor"),  # imported for each weight
+            **_stubs("pytorch", *_LAYERS_WITHOUT_CPU, "Float8BlockwiseQTensor"),  # imported for each weight
         },
         "pytorch.attention": {"DotProductAttention": attention.DotProductAttention},
-        "pytorch.attention.rope": _functions(
+        "pytorch.attention.rope": _stubs(
             "pytorch.attention.rope", "apply_rotary_pos_emb", "apply_fused_qkv_rotary_pos_emb"
         ),
-        "pytorch.cross_entropy": _functions("pytorch.cross_entropy", "parallel_cross_entropy"),
-        "pytorch.distributed": {name: getattr(distributed, name) for name in distributed_names},
+        "pytorch.cross_entropy": _stubs("pytorch.cross_entropy", "parallel_cross_entropy"),
+        # Megatron calls these two with fp8 only; tensor_parallel.checkpoint recomputes otherwise
+        "pytorch.distributed": {
+            **tracker,
+            **_stubs("pytorch.distributed", "activation_recompute_forward", "checkpoint"),
+        },
         "pytorch.fp8": fp8,
-        "pytorch.module": layers,
+        "pytorch.module": modules,
         "pytorch.module.base": {
             "TransformerEngineBaseModule": base.TransformerEngineBaseModule,
             "_dummy_wgrads": {},
-            **_functions("pytorch.module.base", "get_dummy_wgrad", "initialize_ub"),
+            **_stubs("pytorch.module.base", "get_dummy_wgrad", "initialize_ub"),
         },
-        "pytorch.ops": _classes("pytorch.ops", *_OPS, *_ACTIVATIONS),
+        "pytorch.ops": _stubs("pytorch.ops", *_OPS, *_ACTIVATIONS),
         "pytorch.optimizers": {name: getattr(optimizers, name) for name in optimizer_names},
         "pytorch.permutation": {name: getattr(permutation, name) for name in _PERMUTATIONS},
         "pytorch.quantization": fp8,
-        "pytorch.router": _functions("pytorch.router", *_ROUTER),
-        "pytorch.tensor": _classes("pytorch.tensor", "QuantizedTensor"),
-        "pytorch.utils": _classes("pytorch.utils", "SplitAlongDim"),
+        "pytorch.router": _stubs("pytorch.router", *_ROUTER),
+        "pytorch.tensor": _stubs("pytorch.tensor", "QuantizedTensor"),
+        "pytorch.utils": _stubs("pytorch.utils", "SplitAlongDim"),
     }
 
 
@@ -111,9 +84,8 @@ class _StandInModule(ModuleType):
     """A module whose missing names raise an error that mentions the stand-in."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # the import system reads these
-            raise AttributeError(name)
-        raise AttributeError(_missing_message(f"{self.__name__}.{name}"))
+        is_special = name.startswith("__")  # the import system reads these
+        raise AttributeError(name if is_special else _missing_message(f"{self.__name__}.{name}"))
 
 
 class _MissingSubmoduleFinder:

@@ -6,7 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from swift_megatron_grpo.platforms.cpu.shared_memory import remove_memory_of_ended_processes
+from swift_megatron_grpo.platforms.cpu.fixes import remove_memory_of_ended_processes
 
 
 def test_memory_of_ended_processes_is_removed_and_that_of_others_is_kept(tmp_path: Path) -> None:

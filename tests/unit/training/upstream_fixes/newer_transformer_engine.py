@@ -10,8 +10,7 @@ import torch
 from megatron.core.optimizer import clip_grads
 
 from swift_megatron_grpo.platforms.cpu.transformer_engine import optimizers
-from swift_megatron_grpo.platforms.cpu.transformer_engine.linear import GroupedLinear
-from swift_megatron_grpo.platforms.cpu.transformer_engine.parallel_linear import ParallelLinear
+from swift_megatron_grpo.platforms.cpu.transformer_engine.layers import GroupedLinear, ParallelLinear
 
 
 @contextmanager

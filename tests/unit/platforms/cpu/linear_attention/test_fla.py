@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from swift_megatron_grpo.platforms.cpu.linear_attention.convolution import causal_conv1d
-from swift_megatron_grpo.platforms.cpu.linear_attention.delta_rule import chunk_gated_delta_rule, l2norm
+from swift_megatron_grpo.platforms.cpu.linear_attention.fla import causal_conv1d, chunk_gated_delta_rule, l2norm
 
 LENGTHS = [1, 3, 63, 64, 65, 130]  # around the size of a chunk
 BOUNDS = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)

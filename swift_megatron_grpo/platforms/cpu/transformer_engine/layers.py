@@ -1,4 +1,4 @@
-"""Linear, LayerNormLinear and GroupedLinear, column- or row-parallel, for the TE...Linear classes of megatron-core.
+"""The linear layers, column- or row-parallel, and the norms, in fp32, for the TE... classes of megatron-core.
 
 Arguments are those of Transformer Engine 2.11, in its order. These have no effect on the numbers and are accepted:
 `save_original_input` (what to keep for backward), `ub_name` and `name` (labels), `is_first_microbatch` (fp8 weight
@@ -7,7 +7,7 @@ cache).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,9 +16,101 @@ import torch.nn.functional as F
 from torch import nn
 
 from swift_megatron_grpo.platforms.cpu.stand_in import reject_unsupported
-from swift_megatron_grpo.platforms.cpu.transformer_engine.base import Device, Initializer, constant
-from swift_megatron_grpo.platforms.cpu.transformer_engine.norm import normalize
-from swift_megatron_grpo.platforms.cpu.transformer_engine.parallel_linear import ParallelLinear
+from swift_megatron_grpo.platforms.cpu.transformer_engine.base import (
+    Device,
+    Initializer,
+    TransformerEngineBaseModule,
+    constant,
+    default_weight_init,
+    mappings,
+)
+
+_UNSUPPORTED = (
+    "fuse_wgrad_accumulation", "parameters_split", "return_layernorm_output_gathered", "ub_overlap_ag", "ub_overlap_rs",
+    "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad", "delay_wgrad_compute", "symmetric_ar_type",
+)  # fmt: skip
+
+
+def _reject(owner: str, arguments: Mapping[str, object]) -> None:
+    """Raise NotImplementedError for the first of the unsupported arguments that is set."""
+    reject_unsupported(owner, **{name: arguments[name] for name in _UNSUPPORTED if name in arguments})
+
+
+class ParallelLinear(TransformerEngineBaseModule):
+    """A linear layer that may be column- or row-parallel."""
+
+    in_features: int  # of this rank's shard [out_features, in_features]
+    out_features: int
+
+    def _configure(
+        self,
+        in_features: int,
+        out_features: int,
+        parallel_mode: str | None,
+        sequence_parallel: bool,
+        tp_group: dist.ProcessGroup | None,
+        tp_size: int,
+        bias: bool,
+        return_bias: bool,
+        tracker: Callable[[], Any] | None,
+        tracker_name: str | None,
+    ) -> None:
+        if parallel_mode not in (None, "column", "row"):
+            raise ValueError(f"{type(self).__name__}(parallel_mode={parallel_mode!r})")
+        self._set_tensor_parallelism(tp_group, tp_size)
+        self.sequence_parallel = sequence_parallel and self.tp_size > 1
+        self.parallel_mode = parallel_mode
+        split = {"column": out_features, "row": in_features}.get(parallel_mode or "", 0)
+        if split % self.tp_size:
+            raise ValueError(f"{type(self).__name__}: {split} features are not divisible by tp_size {self.tp_size}")
+        self.in_features = in_features // self.tp_size if parallel_mode == "row" else in_features
+        self.out_features = out_features // self.tp_size if parallel_mode == "column" else out_features
+        self.use_bias, self.return_bias, self.apply_bias = bias, return_bias, bias and not return_bias
+        self.get_rng_state_tracker, self.rng_tracker_name = tracker, tracker_name
+        self.fuse_wgrad_accumulation = False
+
+    def _new_weight_and_bias(
+        self, suffix: str, init: Initializer | None, device: Device, dtype: torch.dtype | None
+    ) -> None:
+        init = default_weight_init if init is None else init
+        self._new_parameter(f"weight{suffix}", (self.out_features, self.in_features), init, device, dtype, tracked=True)
+        if self.use_bias:
+            self._new_parameter(f"bias{suffix}", (self.out_features,), constant(0.0), device, dtype)
+        else:
+            setattr(self, f"bias{suffix}", torch.empty(0, device=device, dtype=dtype))  # Megatron reads its numel()
+
+    def _mark(self, *suffixes: str) -> None:
+        """Mark sharded parameters for Megatron's gradient norm. Like Transformer Engine, mark every weight."""
+        for suffix in suffixes:
+            weight = getattr(self, f"weight{suffix}")
+            _mark_tensor_parallel(weight, dim=1 if self.parallel_mode == "row" else 0)
+            if self.use_bias and self.parallel_mode == "column":
+                _mark_tensor_parallel(getattr(self, f"bias{suffix}"), dim=0)
+            if self.use_bias and self.parallel_mode == "row":
+                getattr(self, f"bias{suffix}").sequence_parallel = self.sequence_parallel
+
+    def _multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Multiply x [s, b, in]. Sequence parallelism splits s in the input of column and the output of row layers."""
+        parallel = self.parallel_mode if self.tp_size > 1 else None
+        if parallel is not None and self.tp_group is None:
+            raise RuntimeError(f"{type(self).__name__}: call set_tensor_parallel_group() before the first forward")
+        regions: Any = mappings() if parallel else None
+        if parallel == "column" and self.sequence_parallel:
+            x = regions.gather_from_sequence_parallel_region(x, group=self.tp_group)
+        elif parallel == "column":
+            x = regions.copy_to_tensor_model_parallel_region(x, self.tp_group)
+        y = F.linear(x, weight, bias if parallel != "row" else None)
+        if parallel == "row" and self.sequence_parallel:
+            y = regions.reduce_scatter_to_sequence_parallel_region(y, self.tp_group)
+        elif parallel == "row":
+            y = regions.reduce_from_tensor_model_parallel_region(y, self.tp_group)
+        return y + bias if parallel == "row" and bias is not None else y
+
+
+def _mark_tensor_parallel(parameter: nn.Parameter, dim: int) -> None:
+    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+    parameter.partition_dim = dim  # type: ignore[attr-defined]
+    parameter.partition_stride = 1  # type: ignore[attr-defined]
 
 
 class Linear(ParallelLinear):
@@ -56,18 +148,7 @@ class Linear(ParallelLinear):
         name: str | None = None,
     ) -> None:
         super().__init__()
-        reject_unsupported(
-            "Linear",
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            parameters_split=parameters_split,
-            ub_overlap_ag=ub_overlap_ag,
-            ub_overlap_rs=ub_overlap_rs,
-            ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
-            ub_bulk_dgrad=ub_bulk_dgrad,
-            ub_bulk_wgrad=ub_bulk_wgrad,
-            delay_wgrad_compute=delay_wgrad_compute,
-            symmetric_ar_type=symmetric_ar_type,
-        )
+        _reject("Linear", locals())
         self._configure(
             in_features, out_features, parallel_mode, sequence_parallel, tp_group, tp_size, bias, return_bias,
             get_rng_state_tracker, rng_tracker_name,
@@ -133,19 +214,7 @@ class LayerNormLinear(ParallelLinear):
         name: str | None = None,
     ) -> None:
         super().__init__()
-        reject_unsupported(
-            "LayerNormLinear",
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            return_layernorm_output_gathered=return_layernorm_output_gathered,
-            parameters_split=parameters_split,
-            ub_overlap_ag=ub_overlap_ag,
-            ub_overlap_rs=ub_overlap_rs,
-            ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
-            ub_bulk_wgrad=ub_bulk_wgrad,
-            ub_bulk_dgrad=ub_bulk_dgrad,
-            delay_wgrad_compute=delay_wgrad_compute,
-            symmetric_ar_type=symmetric_ar_type,
-        )
+        _reject("LayerNormLinear", locals())
         if normalization not in ("LayerNorm", "RMSNorm"):
             raise ValueError(f"LayerNormLinear(normalization={normalization!r})")
         self._configure(
@@ -181,14 +250,17 @@ class LayerNormLinear(ParallelLinear):
     ) -> Any:
         """Return y, then the bias with return_bias, then the normalised input with return_layernorm_output."""
         reject_unsupported("LayerNormLinear.forward", fp8_output=fp8_output, fp8_grad=fp8_grad)
-        rms = self.normalization == "RMSNorm"
         normalized = normalize(
-            inp, self.layer_norm_weight, self.layer_norm_bias, self.eps, rms=rms, zero_centered=self.zero_centered_gamma
+            inp,
+            self.layer_norm_weight,
+            self.layer_norm_bias,
+            self.eps,
+            rms=self.normalization == "RMSNorm",
+            zero_centered=self.zero_centered_gamma,
         )
         y = self._multiply(normalized, self.weight, self.bias if self.apply_bias else None)
-        outputs = (y, *([self.bias] if self.return_bias else []))
-        outputs = (*outputs, *([normalized] if self.return_layernorm_output else []))
-        return outputs if len(outputs) > 1 else y
+        more = [*([self.bias] if self.return_bias else []), *([normalized] if self.return_layernorm_output else [])]
+        return (y, *more) if more else y
 
 
 class GroupedLinear(ParallelLinear):
@@ -221,13 +293,7 @@ class GroupedLinear(ParallelLinear):
         name: str | None = None,
     ) -> None:
         super().__init__()
-        reject_unsupported(
-            "GroupedLinear",
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            ub_overlap_rs=ub_overlap_rs,
-            ub_overlap_ag=ub_overlap_ag,
-            delay_wgrad_compute=delay_wgrad_compute,
-        )
+        _reject("GroupedLinear", locals())
         self._configure(
             in_features, out_features, parallel_mode, sequence_parallel, tp_group, tp_size, bias, return_bias,
             get_rng_state_tracker, rng_tracker_name,
@@ -258,3 +324,70 @@ class GroupedLinear(ParallelLinear):
         ]
         y = torch.cat(outputs)
         return (y, biases) if self.return_bias else y
+
+
+# ---- norms
+
+
+def normalize(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, *, rms: bool, zero_centered: bool
+) -> torch.Tensor:
+    """Normalise over the last weight.dim() dimensions of x; the result has x's dtype."""
+    gamma = weight.float() + 1 if zero_centered else weight.float()
+    if rms:
+        return F.rms_norm(x.float(), gamma.shape, gamma, eps).to(x.dtype)
+    return F.layer_norm(x.float(), gamma.shape, gamma, None if bias is None else bias.float(), eps).to(x.dtype)
+
+
+class _Norm(TransformerEngineBaseModule):
+    _rms: bool
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def __init__(
+        self,
+        normalized_shape: Iterable[int] | int | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        sm_margin: int = 0,
+    ) -> None:
+        super().__init__()
+        owner = type(self).__name__
+        reject_unsupported(owner, sm_margin=sm_margin)
+        if (normalized_shape is None) == (hidden_size is None):
+            raise TypeError(f"{owner} takes either normalized_shape or hidden_size")
+        shape = hidden_size if normalized_shape is None else normalized_shape
+        assert shape is not None
+        self.normalized_shape = tuple(shape) if isinstance(shape, Iterable) else (shape,)
+        self.eps = eps
+        self.sequence_parallel = sequence_parallel  # type: ignore[assignment]  # None: parameters are not marked
+        self.zero_centered_gamma = zero_centered_gamma
+        dtype = params_dtype if dtype is None else dtype
+        gamma = constant(0.0 if zero_centered_gamma else 1.0)
+        self._new_parameter("weight", self.normalized_shape, gamma, device, dtype)
+        if not self._rms:
+            self._new_parameter("bias", self.normalized_shape, constant(0.0), device, dtype)
+        self.reset_parameters(defer_init=self.weight.is_meta)
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        super().reset_parameters(defer_init)
+        if not defer_init and self.sequence_parallel is not None:
+            for parameter in self.parameters(recurse=False):
+                parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None if self._rms else self.bias
+        return normalize(x, self.weight, bias, self.eps, rms=self._rms, zero_centered=self.zero_centered_gamma)
+
+
+class RMSNorm(_Norm):
+    _rms = True
+
+
+class LayerNorm(_Norm):
+    _rms = False

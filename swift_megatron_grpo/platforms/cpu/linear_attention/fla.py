@@ -1,18 +1,22 @@
-"""The gated delta rule and the l2 norm, with the arguments of flash-linear-attention.
+"""flash-linear-attention's functions: the gated delta rule, the l2 norm and the causal convolution; and its modules.
 
 Every sequence of a pack is computed by itself, so its result has the same bits alone and in any pack. Arithmetic is in
-fp32, or in fp64 for inputs in fp64.
+fp32, or in fp64 for inputs in fp64. `activate()` calls `install()`.
 
 b: batch; t: tokens; c: tokens of a chunk; hk, h: heads of queries and keys, and of values; k, v: their sizes.
 """
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
+from types import ModuleType
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from swift_megatron_grpo.platforms.cpu.stand_in import reject_unsupported
+from swift_megatron_grpo.platforms.cpu.stand_in import module_tree, reject_unsupported
 
 _CHUNK = 64
 
@@ -112,3 +116,68 @@ def _chunk(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor
 def widened(x: torch.Tensor) -> torch.Tensor:
     """Convert to fp32, or leave fp64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def causal_conv1d(
+    x: torch.Tensor,  # [b, t, d]
+    weight: torch.Tensor,  # [d, w]; the last column belongs to the token itself
+    bias: torch.Tensor | None = None,  # [d]
+    residual: torch.Tensor | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool | None = False,
+    activation: str | None = None,
+    cu_seqlens: torch.Tensor | None = None,  # [s + 1] bounds of the sequences of a pack
+    **others: object,
+) -> tuple[torch.Tensor, None]:
+    """Return [b, t, d] in the type of x, and no state. No token reads one of another sequence."""
+    reject_unsupported(
+        "causal_conv1d",
+        residual=residual,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        activation=None if activation in ("silu", "swish") else activation,
+        **others,
+    )
+    tokens = x.shape[1]
+    bounds = [0, tokens] if cu_seqlens is None else cu_seqlens.tolist()
+    if bounds[-1] != tokens:
+        raise ValueError(f"causal_conv1d: cu_seqlens {bounds} do not fit {tokens} tokens")
+    exact, taps = widened(x), widened(weight)
+    offset = None if bias is None else widened(bias)
+    # One by one: the activation of a number depends, in its last bit, on the size of the tensor that holds it.
+    convolved = [
+        _sequence(exact[:, begin:end], taps, offset, activation is not None) for begin, end in pairwise(bounds)
+    ]
+    return torch.cat(convolved, dim=1).to(x.dtype), None
+
+
+def _sequence(x: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None, activated: bool) -> torch.Tensor:
+    """Convolve [b, t, d] with [d, w]; the tokens before the first are zeros."""
+    tokens, width = x.shape[1], taps.shape[1]
+    padded = F.pad(x, (0, 0, width - 1, 0))
+    total = padded[:, :tokens] * taps[:, 0]
+    for place in range(1, width):
+        total = total + padded[:, place : place + tokens] * taps[:, place]
+    if bias is not None:
+        total = total + bias
+    return F.silu(total) if activated else total
+
+
+_CONTENTS: dict[str, dict[str, Any]] = {
+    "modules": {},
+    "modules.conv": {},
+    "modules.conv.causal_conv1d": {"causal_conv1d": causal_conv1d},
+    "modules.convolution": {"causal_conv1d": causal_conv1d},
+    "modules.l2norm": {"l2norm": l2norm},
+    "ops": {},
+    "ops.gated_delta_rule": {"chunk_gated_delta_rule": chunk_gated_delta_rule},
+}
+
+
+def install() -> None:
+    """Install the tree. An installed flash-linear-attention is hidden: its Triton kernels need a GPU.
+
+    transformers finds the tree in sys.modules as well and computes with it, so a reference for a test must be computed
+    in a process without the platform.
+    """
+    sys.modules.update(module_tree(ModuleType("fla"), _CONTENTS))
