@@ -123,13 +123,11 @@ class GenerationEngine(Protocol):
     def wake_cache(self) -> None: ...
 
     def start_scoring(self, text: ScoredText) -> Callable[[], dict[str, list[float]]]:
-        """Start to compute log-probs of every token but the first, and return a function that waits for them.
+        """Start to compute log-probs of every token but the first, at temperature 1 and over the whole vocabulary.
 
-        The function returns the log-probs of each engine that this rank queries. Call it after wake_cache, because an
-        engine in this process computes them then.
-        An image has as many tokens as the engine puts in place of its placeholder.
-        Log-probs are at temperature 1 and over the whole vocabulary. Keys are the engine names of `held_weights`.
-        Engines with weights of another version are left out.
+        Return a function that waits for them, by the engine names of `held_weights`; engines with other weights are
+        left out. Call it after wake_cache: an engine in this process computes them then. An image has as many tokens as
+        the engine puts in place of its placeholder.
         """
 
     def held_weights(self) -> list[WorkerWeights]:

@@ -32,7 +32,7 @@ from swift_megatron_grpo.generation.protocol.messages import (
 )
 from swift_megatron_grpo.generation.remote.client import Accept, Refused, RequestTimeout, ServerFailure
 from swift_megatron_grpo.generation.remote.completion_checks import problem_of
-from swift_megatron_grpo.generation.remote.dispatcher import Assignment, Dispatcher, LostRequests
+from swift_megatron_grpo.generation.remote.dispatcher import Dispatcher, LostRequests
 from swift_megatron_grpo.generation.remote.servers import MAX_ATTEMPTS, EventLoopThread, Server, Servers
 from swift_megatron_grpo.generation.requests import (
     conversation_payload,
@@ -164,7 +164,7 @@ class RemoteGeneration:
         try:
             while self._dispatcher.unfinished and self._failure is None:
                 self._update_servers()
-                self._start(self._assign())
+                self._start()
                 with suppress(TimeoutError):  # of one second: `_next` finds out by the clock that all servers are lost
                     await asyncio.wait_for(self._wake_up.wait(), timeout=1)
                 self._wake_up.clear()
@@ -177,16 +177,6 @@ class RemoteGeneration:
                 task.cancel()
             self._older.clear()
             self._advanced.set()
-
-    def _assign(self) -> list[Assignment]:
-        """Assign requests to the slots that older generations leave free."""
-        self._older = [generation for generation in self._older if generation.is_running]
-        if any(generation.has_waiting for generation in self._older):
-            return []
-        running = self._dispatcher.running
-        return self._dispatcher.assign(
-            {server.url: server.requests_in_flight - len(running.get(server.url, ())) for server in self._servers.all}
-        )
 
     def _update_servers(self) -> None:
         """Admit servers that have the weights, and retry the requests of those that no longer do."""
@@ -205,12 +195,20 @@ class RemoteGeneration:
             # a few more than it runs at a time, so that the next one is queued there when one ends
             self._dispatcher.admit(url, status.max_num_seqs + max(status.max_num_seqs // 8, 1))
 
-    def _start(self, assignments: Sequence[Assignment]) -> None:
-        """Send requests in batches. One with images is sent alone, because the server may need these again."""
+    def _start(self) -> None:
+        """Send requests in batches to the slots that older generations leave free.
+
+        One with images is sent alone, because the server may need these again.
+        """
+        self._older = [generation for generation in self._older if generation.is_running]
+        if any(generation.has_waiting for generation in self._older):
+            return
+        servers, running = self._servers.all, self._dispatcher.running
+        used_by_others = {one.url: one.requests_in_flight - len(running.get(one.url, ())) for one in servers}
         assigned: dict[str, list[int]] = defaultdict(list)
-        for assignment in assignments:
-            assigned[assignment.server].append(assignment.request)
-        for server in self._servers.all:
+        for number, url in self._dispatcher.assign(used_by_others):
+            assigned[url].append(number)
+        for server in servers:
             numbers = assigned[server.url]
             with_images = {number for number in numbers if self._payloads.images(self._requests[number].prompt)}
             together = [number for number in numbers if number not in with_images]
