@@ -13,7 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from swift_megatron_grpo.arguments.refused import NOT_YET, NOTED, Note, Refusal
+from swift_megatron_grpo.arguments.refused import NOT_YET, NOTED, Refusal
 from swift_megatron_grpo.generation.vllm.engine_kwargs import REFUSED
 
 PAGE = Path(__file__).parents[1] / "docs" / "limitations.md"
@@ -34,9 +34,9 @@ def table(refused: Mapping[str, Refusal] = NOT_YET) -> str:
     return "\n".join([*head, *rows]) + "\n"
 
 
-def notes_table(noted: Mapping[str, Note] = NOTED) -> str:
+def notes_table(noted: Mapping[str, tuple[Any, str]] = NOTED) -> str:
     """Return a Markdown table of the flags that are accepted with a line in the log."""
-    rows = [f"| `--{flag}` | {note.why} |" for flag, note in noted.items()]
+    rows = [f"| `--{flag}` | {why} |" for flag, (_, why) in noted.items()]
     return "\n".join(["| without effect | why |", "| --- | --- |", *rows]) + "\n"
 
 

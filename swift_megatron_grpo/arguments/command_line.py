@@ -52,32 +52,17 @@ _ELSEWHERE: Mapping[str, str] = {
     "per_device_train_batch_size": "--micro_batch_size, in completions, and --global_batch_size",
     "per_device_eval_batch_size": "--num_generations_eval, the completions of a prompt",
     "gradient_accumulation_steps": "--global_batch_size, the completions of an optimizer step on all ranks",
-    "max_steps": "--train_iters",
-    "num_epochs": "--num_train_epochs",
-    "warmup_ratio": "--lr_warmup_fraction",
-    "warmup_steps": "--lr_warmup_iters",
-    "lr_scheduler_type": "--lr_decay_style",
-    "max_grad_norm": "--clip_grad",
-    "adam_epsilon": "--adam_eps",
-    "gradient_checkpointing": "--recompute_granularity full or selective",
-    "save_only_model": "--no_save_optim true",
-    "resume_from_checkpoint": "--mcore_model FOLDER --finetune false",
-    "kl_coef": "--beta",
-    "deepspeed": "--use_distributed_optimizer true, which shards the optimizer's states",
-    "eval_strategy": "--eval_steps",
-    "vllm_server_url": "--vllm_server_base_url",
-    "lora_r": "--lora_rank",
-    "dtype": "--torch_dtype bfloat16",
-    "log_level": "the environment variable LOG_LEVEL",
-    "tp": "--tensor_model_parallel_size",
-    "pp": "--pipeline_model_parallel_size",
-    "cp": "--context_parallel_size",
-    "ep": "--expert_model_parallel_size",
-    "tensor_parallel_size": "--tensor_model_parallel_size",
-    "pipeline_parallel_size": "--pipeline_model_parallel_size",
-    "expert_parallel_size": "--expert_model_parallel_size",
-}
-
+    "max_steps": "--train_iters", "num_epochs": "--num_train_epochs", "warmup_ratio": "--lr_warmup_fraction",
+    "warmup_steps": "--lr_warmup_iters", "lr_scheduler_type": "--lr_decay_style", "max_grad_norm": "--clip_grad",
+    "adam_epsilon": "--adam_eps", "gradient_checkpointing": "--recompute_granularity full or selective",
+    "save_only_model": "--no_save_optim true", "resume_from_checkpoint": "--mcore_model FOLDER --finetune false",
+    "kl_coef": "--beta", "deepspeed": "--use_distributed_optimizer true, which shards the optimizer's states",
+    "eval_strategy": "--eval_steps", "vllm_server_url": "--vllm_server_base_url", "lora_r": "--lora_rank",
+    "dtype": "--torch_dtype bfloat16", "log_level": "the environment variable LOG_LEVEL",
+    "tp": "--tensor_model_parallel_size", "pp": "--pipeline_model_parallel_size", "cp": "--context_parallel_size",
+    "ep": "--expert_model_parallel_size", "tensor_parallel_size": "--tensor_model_parallel_size",
+    "pipeline_parallel_size": "--pipeline_model_parallel_size", "expert_parallel_size": "--expert_model_parallel_size",
+}  # fmt: skip
 _FROM_CONFIG = """
     activation_func_clamp_value add_qkv_bias architectures attention_dropout disable_bias_linear ffn_hidden_size
     glu_linear_offset group_query_attention hidden_dropout hidden_size kv_channels kv_lora_rank layer_types
@@ -106,13 +91,9 @@ _OF_MS_SWIFT_3: Mapping[str, str] = {
 
 _KINDS = {"int": "an integer", "float": "a number", "string_to_bool": "true or false"}
 _EXAMPLES: Mapping[str, str] = {
-    "model": "with a folder or a hub id",
-    "dataset": "with a file or a hub id",
-    "output_dir": "with a folder",
-    "loss_type": "grpo",
-    "vllm_server_port": "8000",
-    "reward_funcs": "with one or more reward functions",
-}
+    "model": "with a folder or a hub id", "dataset": "with a file or a hub id", "output_dir": "with a folder",
+    "loss_type": "grpo", "vllm_server_port": "8000", "reward_funcs": "with one or more reward functions",
+}  # fmt: skip
 _OF_TYPES: Mapping[Any, str] = {int: "8", float: "0.5", str: "with a value"}
 _LISTED = 12  # choices that a message lists
 _AS_NEAR = 0.05  # difference of two ratios of difflib

@@ -94,14 +94,6 @@ class DerivedArguments(AddedFlags):
         )
 
     @property
-    def optimizer_source(self) -> Source | None:
-        """The folder from which this run loads the state of the optimizer."""
-        if self.finetune or self.no_load_optim:
-            return None
-        flags = ("resume", "mcore_adapter", "mcore_model")
-        return next((source for source in self.checkpoint_sources if source.flag in flags), None)
-
-    @property
     def experts_in_order(self) -> bool:
         """True if Megatron's buffers have the weights of experts in their order (training/moe/grouped_experts.py).
 

@@ -30,14 +30,6 @@ def _all(flags: str, allowed: tuple[Any, ...], why: str, stock: bool = True) -> 
     return dict.fromkeys(flags.split(), Refusal(allowed, why, stock))
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
-    """A flag that refines how ms-swift's own trainer works, and changes no result here."""
-
-    silent: tuple[Any, ...]  # values that need no note; the default is one of them
-    why: str
-
-
 _GENERATED = "exactly the tokens that the policy generated are trained"
 _TEACHER = "distillation from a teacher is not supported yet"
 _PACKED = "sequences are always packed, without padding between them"
@@ -45,12 +37,13 @@ _LOW_BITS = "training below 16 bits is not supported yet"
 _OVERLAP = "this overlap is not supported yet"
 _LENGTHS = "packed micro batches differ in length"
 
-NOTED: Mapping[str, Note] = {
-    "padding_free": Note((True,), "sequences are packed without padding in any case, and the loss is the same"),
-    "offload_bridge": Note(
-        (False,), "weights are sent to vLLM one tensor at a time, so there is no second copy of them to offload"
+# Flags that refine how ms-swift's own trainer works: the default, and why another value changes no result here.
+NOTED: Mapping[str, tuple[Any, str]] = {
+    "padding_free": (True, "sequences are packed without padding in any case, and the loss is the same"),
+    "offload_bridge": (
+        False, "weights are sent to vLLM one tensor at a time, so there is no second copy of them to offload"
     ),
-}
+}  # fmt: skip
 
 NOT_YET: Mapping[str, Refusal] = {
     # algorithm
@@ -124,7 +117,7 @@ def refusals(values: Mapping[str, Any]) -> Iterator[str]:
 def notes_on_flags(values: Mapping[str, Any]) -> list[str]:
     """Return a line for the start-up log on every flag that is accepted and changes nothing."""
     return [
-        f"--{flag} {as_typed(values[flag])}: without effect, because {note.why}"
-        for flag, note in NOTED.items()
-        if values[flag] not in note.silent
+        f"--{flag} {as_typed(values[flag])}: without effect, because {why}"
+        for flag, (default, why) in NOTED.items()
+        if values[flag] != default
     ]

@@ -37,7 +37,9 @@ class Algorithm(Flags):
 
     @rule
     def completions_can_be_compared(self) -> Faults:
-        estimator, scale = self.advantage_estimator, self.scale_rewards
+        estimator, scale, kl_in_reward = self.advantage_estimator, self.scale_rewards, self.kl.kl_in_reward
+        if kl_in_reward is None:
+            kl_in_reward = estimator != "grpo"
         if self.num_generations == 1 and estimator != WITHOUT_GROUPS:
             yield (
                 f"num_generations ({self.num_generations}) must be at least 2: an advantage compares the completions "
@@ -54,7 +56,7 @@ class Algorithm(Flags):
                 f"--scale_rewards gdpo computes its own baseline, so --advantage_estimator {estimator} would have no "
                 "effect; use --advantage_estimator grpo"
             )
-        if scale == "gdpo" and self.in_reward and self.loss.beta != 0:
+        if scale == "gdpo" and kl_in_reward and self.loss.beta != 0:
             yield (
                 "--scale_rewards gdpo normalises every reward function separately, and the KL is not a reward "
                 "function; use --kl_in_reward false"
@@ -104,12 +106,6 @@ class Algorithm(Flags):
                 f"--dynamic_sample with --max_resample_times {self.max_resample_times} never samples again; use "
                 "--max_resample_times 3, or --dynamic_sample false"
             )
-
-    @property
-    def in_reward(self) -> bool:
-        """True if the KL is subtracted from rewards, as set or as the estimator implies."""
-        typed = self.kl.kl_in_reward
-        return self.advantage_estimator != "grpo" if typed is None else typed
 
     def notes(self) -> list[str]:
         """Return notes for the start-up log: flags without effect, as in ms-swift, and likely mistakes."""

@@ -69,11 +69,6 @@ class Kl(Flags):
                 "--kl_target adapts --beta, and at --beta 0 there is no reference; use --beta 0.04 as the initial value"
             )
 
-    @property
-    def in_reward(self) -> bool:
-        """True if the KL is subtracted from rewards instead of added to the loss."""
-        return bool(self.kl_in_reward) and self.beta != 0
-
 
 class LossConfig(Flags):
     """The policy loss and its KL and entropy terms; training reads it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any
 
 import torch
@@ -71,8 +72,9 @@ class Trained(Flags):
         elif not self.trainable_parameters and not self.trainable_parameters_regex:
             pattern = self.freeze_parameters_regex
             frozen_by = "freeze_parameters_ratio 1" if self.freeze_parameters_ratio == 1 else ""
-            if pattern and _finds(pattern, ""):  # what is found in an empty name is found in every one
-                frozen_by = f"freeze_parameters_regex {pattern}"
+            with suppress(re.error):  # which the rule above reports
+                if pattern and re.search(pattern, ""):  # what is found in an empty name is found in every one
+                    frozen_by = f"freeze_parameters_regex {pattern}"
             if frozen_by:
                 yield (
                     f"--{frozen_by} freezes every weight, so nothing would be trained; leave it out, or use "
@@ -111,13 +113,6 @@ class Trained(Flags):
                 f"--optimizer_cpu_offload true with --optimizer {self.optimizer} needs --use_distributed_optimizer "
                 "false; set it, or use --optimizer adam"
             )
-
-
-def _finds(pattern: str, text: str) -> bool:
-    try:
-        return re.search(pattern, text) is not None
-    except re.error:  # reported by a rule
-        return False
 
 
 # by names of transformers

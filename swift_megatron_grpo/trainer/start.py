@@ -28,7 +28,7 @@ from swift_megatron_grpo.output.disk.files import threads_of_a_rank
 from swift_megatron_grpo.output.disk.folder_lock import LockedFolders
 from swift_megatron_grpo.runtime.parallel import Coordinator
 from swift_megatron_grpo.runtime.stopping.request import StopRequest
-from swift_megatron_grpo.settings.config import GRPOConfig, ServerConfig
+from swift_megatron_grpo.settings.config import GRPOConfig
 from swift_megatron_grpo.settings.recording import Recording
 from swift_megatron_grpo.settings.rewards import Rewards
 
@@ -37,7 +37,7 @@ logger = get_logger()
 
 @dataclass(frozen=True)
 class Start:
-    """What a run has before its model loads. ms-swift passes it to the trainer where its own has a client of vLLM."""
+    """Parts of a run that its model needs; ms-swift passes them to the trainer in place of its client of vLLM."""
 
     settings: GRPOConfig
     rewards: RewardFunctions
@@ -54,9 +54,10 @@ def start(args: GRPOArguments, template: Template) -> Start:
     locked = LockedFolders(args.output_dir, args.of(Recording).dump, coordinator)
     _check_loaded(args, template, coordinator)
     stop = StopRequest(coordinator, args.stop_grace)
-    server = configure_server(args)
-    servers = None if server is None else _connect(server, coordinator, stop)
-    if servers is not None:
+    server, servers = configure_server(args), None
+    if server is not None:
+        sender = WeightSender(torch.device(torch.cuda.current_device()), server.bucket_bytes)
+        servers = RemoteVllm(server, sender, coordinator.rank, stop.raise_if_out_of_time)
         environments_grade = coordinator.all_gather_or_raise(servers.check, "reaching the rollout servers")
         args.set_grading_of_servers(any(environments_grade))
     settings = configure(args)
@@ -66,11 +67,6 @@ def start(args: GRPOArguments, template: Template) -> Start:
         functions = [*functions, gym_reward]
     rewards = RewardFunctions(settings.grading.reward_names, functions)
     return Start(settings, rewards, coordinator, stop, servers, locked)
-
-
-def _connect(server: ServerConfig, coordinator: Coordinator, stop: StopRequest) -> RemoteVllm:
-    sender = WeightSender(torch.device(torch.cuda.current_device()), server.bucket_bytes)
-    return RemoteVllm(server, sender, coordinator.rank, stop.raise_if_out_of_time)
 
 
 def _check_loaded(args: GRPOArguments, template: Template, coordinator: Coordinator) -> None:
@@ -85,7 +81,10 @@ def _check_loaded(args: GRPOArguments, template: Template, coordinator: Coordina
     )
     for warning in check_or_fall_back(args, check):
         logger.warning(warning)
-    check_order_of_experts(args.optimizer_source, args.experts_in_order)
+    if args.resumes and not args.no_load_optim:
+        flags = ("resume", "mcore_adapter", "mcore_model")
+        source = next((source for source in args.checkpoint_sources if source.flag in flags), None)
+        check_order_of_experts(source, args.experts_in_order)
 
 
 def checkpoint_writer(
