@@ -26,10 +26,8 @@ class AllocatorRetries:
     """The retries between two logs."""
 
     def __init__(self, read: Callable[[], int] = retries_so_far) -> None:
-        self._read = read
-        self._seen = read()
-        self._logs = 0
-        self._has_warned = False
+        self._read, self._seen = read, read()
+        self._logs, self._has_warned = 0, False
 
     def since_last_log(self) -> int:
         before, self._seen = self._seen, self._read()
@@ -40,12 +38,9 @@ class AllocatorRetries:
         self._logs += 1
         if retries and self._logs > 1 and not self._has_warned:
             self._has_warned = True
-            logger.warning(advice(retries, budget, any(SEGMENTS in os.environ.get(name, "") for name in SETTINGS)))
-
-
-def advice(retries: int, budget: str, has_segments: bool) -> str:
-    remedy = f"lower {budget}" if has_segments else f"set {SETTINGS[1]}={SEGMENTS}, or lower {budget}"
-    return (
-        f"PyTorch's allocator found no room {retries} times since the last log, gave its cache back to the GPU and "
-        f"waited for it, which makes steps slower: {remedy}"
-    )
+            has_segments = any(SEGMENTS in os.environ.get(name, "") for name in SETTINGS)
+            remedy = f"lower {budget}" if has_segments else f"set {SETTINGS[1]}={SEGMENTS}, or lower {budget}"
+            logger.warning(
+                f"PyTorch's allocator found no room {retries} times since the last log, gave its cache back to the GPU "
+                f"and waited for it, which makes steps slower: {remedy}"
+            )

@@ -67,9 +67,7 @@ def _parse(content: bytes) -> list[dict[str, Any]]:
 
 def whole_rollouts(rows: list[dict[str, Any]], cut_at_end: bool) -> list[dict[str, Any]]:
     """Drop the rollout that the limit cut, unless there is no other."""
-    if not rows:
-        return []
-    cut = rows[-1 if cut_at_end else 0]["rollout"]
+    cut = rows[-1 if cut_at_end else 0]["rollout"] if rows else None
     return [row for row in rows if row["rollout"] != cut] or rows
 
 

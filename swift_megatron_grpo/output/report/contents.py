@@ -30,11 +30,9 @@ class LoadedRun:
 
 
 def load(folders: Sequence[Path], most_bytes: int = MOST_BYTES) -> list[LoadedRun]:
-    runs = []
-    for name, folder in zip(names_of(folders), folders, strict=True):
-        files = read_run(folder)
-        runs.append(LoadedRun(name, files, read_completions(folder, most_bytes // len(folders))))
-    return runs
+    share = most_bytes // len(folders)
+    named = zip(names_of(folders), folders, strict=True)
+    return [LoadedRun(name, read_run(folder), read_completions(folder, share)) for name, folder in named]
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
