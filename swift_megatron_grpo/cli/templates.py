@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+from itertools import takewhile
 from pathlib import Path
 
 from swift_megatron_grpo.cli.command_line import FINE, Refused
@@ -31,12 +32,8 @@ def template_files(folder: Path) -> list[Path]:
 
 def purpose(script: Path) -> str:
     """Return the first sentence of the comment at the top of a template."""
-    comment: list[str] = []
-    for line in script.read_text().splitlines()[1:]:
-        if not line.startswith("# "):
-            break
-        comment.append(line.removeprefix("# "))
-    return " ".join(comment).split(". ")[0].rstrip(".")
+    comment = takewhile(lambda line: line.startswith("# "), script.read_text().splitlines()[1:])
+    return " ".join(line.removeprefix("# ") for line in comment).split(". ")[0].rstrip(".")
 
 
 def copy_templates(source: Path, target: Path) -> list[Path]:

@@ -6,11 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 Flags = Mapping[str, Any]
-
-
 COMPUTED = "(computed by the script)"  # a value that is known only while the script runs
 
 
@@ -18,22 +16,19 @@ class NoCounterpart(ValueError):
     """A value that this package cannot express; the message has the reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class Needless:
+class Needless(NamedTuple):
     """A setting without a counterpart, because the result is the same without it."""
 
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class ByHand:
+class ByHand(NamedTuple):
     """A setting that needs a decision or a file of the user."""
 
     what: str
 
 
-@dataclass(frozen=True, slots=True)
-class Computed:
+class Computed(NamedTuple):
     """Flags that follow from a value."""
 
     flags: Sequence[str]  # that `rule` may return
@@ -173,10 +168,6 @@ def whole(value: Any) -> int:
 
 def text_of(value: Any) -> str:
     """Write a value as flags have it."""
-    match value:
-        case bool():
-            return str(value).lower()
-        case list() | tuple():
-            return " ".join(map(text_of, value))
-        case _:
-            return str(value)
+    if isinstance(value, list | tuple):
+        return " ".join(map(text_of, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
