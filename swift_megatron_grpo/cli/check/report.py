@@ -12,8 +12,6 @@ from swift_megatron_grpo.cli.estimate.advice import MARGIN
 from swift_megatron_grpo.cli.estimate.memory import PHASES
 from swift_megatron_grpo.runtime.gpus import Gpu
 
-_LABEL = 12  # columns
-
 
 def report(notes: Sequence[str], rows: Rows, rewards: Sequence[Reward], model: Model | str, result: Estimate | None,
            gpu: Gpu) -> str:  # fmt: skip
@@ -29,7 +27,7 @@ def report(notes: Sequence[str], rows: Rows, rewards: Sequence[Reward], model: M
 
 
 def _row(label: str, text: str) -> str:
-    return f"{label:<{_LABEL}}{text}"
+    return f"{label:<12}{text}"
 
 
 def _dataset(rows: Rows) -> str:

@@ -156,15 +156,10 @@ def make_batches(kinds: Sequence[str], engine: Any, vocab_size: int, one_prompt:
     return batches
 
 
-def main(task_file: Path) -> None:
-    """Prepare a process that torchrun has started, and run the tasks of a file on it."""
+if __name__ == "__main__":  # in a process that torchrun has started
     from swift_megatron_grpo.plugin.activation import hook_platform
     from swift_megatron_grpo.plugin.register import register
 
     hook_platform()
     register()
-    run_tasks(json.loads(task_file.read_text()))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_tasks(json.loads(Path(sys.argv[1]).read_text()))

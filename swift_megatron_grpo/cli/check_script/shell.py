@@ -22,6 +22,7 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _ARRAY = re.compile(r"([A-Za-z_]\w*)(\+?)=\((.*)\)", re.DOTALL)
 _REDIRECTION = re.compile(r"\d*[<>]+&?[ \t]*")
 _PARAMETER = re.compile(r"\$(?:[A-Za-z_]\w*|[@*#?$!0-9-])")
+_ESCAPED = re.compile(r'\\["\\$`]')  # in double quotes
 _IN_BRACES = re.compile(r"([A-Za-z_]\w*)(\[[@*]\])?(?:(:?[-?])(.*))?", re.DOTALL)
 
 
@@ -96,7 +97,8 @@ class Shell:
             if part[0] == "'":
                 text, quoted = text + part[1:-1], True
             elif part[0] == '"':
-                inside = [self._quoted(piece) for piece in _parts(part[1:-1], in_quotes=True)]
+                pieces = _parts(part[1:-1], in_quotes=True)
+                inside = [piece[1:] if _ESCAPED.fullmatch(piece) else self._value(piece) for piece in pieces]
                 if any(isinstance(value, list) for value in inside):
                     return [value for values in inside if isinstance(values, list) for value in values]
                 text, quoted = text + "".join(map(str, inside)), True
@@ -108,9 +110,6 @@ class Shell:
                     return value
                 text += value
         return [text] if quoted else text.split()
-
-    def _quoted(self, part: str) -> str | list[str]:
-        return part[1:] if re.fullmatch(r'\\["\\$`]', part) else self._value(part)
 
     def _value(self, part: str) -> str | list[str]:
         """Return what a variable or an array holds; text is returned as it is. The script has no arguments."""

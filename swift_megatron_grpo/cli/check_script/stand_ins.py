@@ -118,6 +118,7 @@ def replace_inputs(flags: Flags, folder: Path, environments: Sequence[str]) -> t
 
     `environments`: the values of --gym_env, of the trainer and of servers.
     """
+    from swift.dataset import DATASET_MAPPING
     from swift.rewards import orms
     from swift.rollout.gym_env import envs
     from swift.utils import import_external_file
@@ -127,7 +128,9 @@ def replace_inputs(flags: Flags, folder: Path, environments: Sequence[str]) -> t
     if not missing and "dataset" in flags:
         flags["dataset"] = [os.path.abspath(os.path.expanduser(path)) for path in flags["dataset"]]
     else:
-        images = any(map(_has_images, missing))
+        names = [path.split("#")[0].split(":")[0] for path in missing]
+        listed = DATASET_MAPPING.items()
+        images = any(name in key and "vision" in meta.tags for key, meta in listed for name in names)
         flags["dataset"] = [str(_write_rows(folder / "rows.jsonl", images))]
         notes.append(f"--dataset {' '.join(missing)}: {ROWS} made-up rows{' with images' if images else ''}")
     for name in ("val_dataset", "split_dataset_ratio", "cached_dataset"):
@@ -159,14 +162,6 @@ def replace_inputs(flags: Flags, folder: Path, environments: Sequence[str]) -> t
         if name in flags and not all(Path(path).expanduser().is_dir() for path in flags[name]):
             notes.append(f"--{name} {' '.join(flags.pop(name))}: left out, because it is not on this machine")
     return flags, notes
-
-
-def _has_images(dataset: str) -> bool:
-    """Return True if ms-swift lists this dataset, with images."""
-    from swift.dataset import DATASET_MAPPING
-
-    name = dataset.split("#")[0].split(":")[0]
-    return any(name in key and "vision" in meta.tags for key, meta in DATASET_MAPPING.items())
 
 
 def _write_rows(path: Path, images: bool) -> Path:

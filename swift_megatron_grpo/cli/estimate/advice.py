@@ -69,12 +69,11 @@ def settings_that_fit(run: Run, gpu_bytes: float, allows: Callable[[Layout], boo
             if change.run.fits(gpu_bytes, *_WITH_VLLM) and change.run.engine_fits(gpu_bytes)
         )
         base = next(smaller, next(_offloaded(run), base))
-    found = []
-    for kind in _kinds(base.run):
-        for change in kind:
-            if allows(change.run.training.layout) and change.run.fits(gpu_bytes, *PHASES):
-                found.append(_joined(base, change))
-                break
+
+    def fits(change: Change) -> bool:
+        return allows(change.run.training.layout) and change.run.fits(gpu_bytes, *PHASES)
+
+    found = [_joined(base, change) for kind in _kinds(base.run) if (change := next(filter(fits, kind), None))]
     return [change for change in found if change.flags]
 
 
