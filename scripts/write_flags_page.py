@@ -24,7 +24,7 @@ PAGE = REPOSITORY / "docs" / "flags.md"
 AREAS = {
     "Start, stop and time limits": ("Check", "TimeLimits", "Trace"),
     "Rewards and evaluation": ("Rewards", "Evaluation"),
-    "Algorithm": ("Algorithm", "Kl", "Routing"),
+    "Algorithm": ("Algorithm", "LossConfig", "Kl", "Routing"),
     "Data": ("Data",),
     "Batches and speed": ("MicroBatches", "Kernels", "Offloading"),
     "Reference model": ("Reference",),

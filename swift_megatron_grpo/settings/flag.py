@@ -11,9 +11,9 @@
             if ...:
                 yield "--stop_grace ...: why; use --stop_grace 120"
 
-A rule's parameters are fields of settings/facts.py. It runs as soon as they are known: without one or with `layout`
-before ms-swift resolves the flags, with `config` or `shape` once the model's config.json is read, with `rows` once the
-datasets are. `@rule(before_resolution=True)` judges only what the user has typed. All faults of a moment are one error.
+A rule's parameters are fields of Facts in settings/layout.py. It runs as soon as they are known: without one or with
+`layout` before ms-swift resolves the flags, with `config` or `shape` once the model's config.json is read, with `rows`
+once the datasets are. `@rule_as_typed` judges only what the user has typed. All faults of a moment are one error.
 """
 
 from __future__ import annotations

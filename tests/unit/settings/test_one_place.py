@@ -77,5 +77,5 @@ def test_the_page_of_flags_has_a_new_field(package: Path, monkeypatch: pytest.Mo
     before = write_flags_page.page()
     monkeypatch.setattr(write_flags_page, "PACKAGE", package)
     added = set(write_flags_page.page().splitlines()) - set(before.splitlines())
-    assert "| `--tea_break` | number | none | `--tea_break 20` |" in added
+    assert "| `--tea_break` | number, above 0 | none | `--tea_break 20` |" in added
     assert "* `--tea_break`: Minutes without a step, in which the run drinks tea. Default: none." in added
