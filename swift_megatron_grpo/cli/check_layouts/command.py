@@ -98,8 +98,7 @@ def run(options: argparse.Namespace) -> int:
         tasks = tasks_of(flags, names, folder, has_adapter=options.tuner_type == "lora")
         differences = run_all(tasks, names, Path(folder), options.tolerance)
     if options.output_file:
-        rows = [asdict(difference) for difference in differences]
-        options.output_file.write_text(json.dumps(rows, indent=1) + "\n")
+        options.output_file.write_text(json.dumps(list(map(asdict, differences)), indent=1) + "\n")
     far = [difference.layout for difference in differences if difference.worst > options.tolerance]
     print(f"{len(differences) - len(far)} of {len(differences)} layouts within {options.tolerance:g} of one rank")
     return FOUND if far else FINE
@@ -112,12 +111,8 @@ def tasks_of(flags: list[str], names: Sequence[str], folder: str, has_adapter: b
         adapter = str(Path(folder, "adapter"))
         first = [task("swift_megatron_grpo.cli.check_layouts.ranks:make_adapter", flags=flags, adapter=adapter)]
         flags = [*flags, "--adapters", adapter]
-    job = {
-        "flags": flags,
-        "batches": ["on-policy", "off-policy"],
-        "folder": folder,
-        "one_prompt": any("shared" in Variant.parse(name).switches for name in names),
-    }
+    one_prompt = any("shared" in Variant.parse(name).switches for name in names)
+    job = {"flags": flags, "batches": ["on-policy", "off-policy"], "folder": folder, "one_prompt": one_prompt}
     tasks = layout_tasks(job, ["one", *names])
     return tasks | {1: [*first, *tasks[1]]}
 
