@@ -156,7 +156,7 @@ class GRPOConfig(Flags):
 
     num_iterations: int  # number of times each completion is trained
     top_entropy_quantile: float  # share of tokens, of the highest entropy, in the policy loss
-    rollout_logprobs_interval: int  # loop/logprob_requests.py
+    rollout_logprobs_interval: int  # loop/rollout_queue.py
     data: Data
     adapter: Adapter
     micro_batches: MicroBatches

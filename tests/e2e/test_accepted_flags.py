@@ -62,7 +62,7 @@ def test_flags_without_effect_are_noted_and_the_numbers_are_the_same(plain: Fini
 def test_optimizer_states_on_cpu_start_from_a_megatron_checkpoint(
     noted: Finished, folder: Path, dense: Path, dataset: Path
 ) -> None:
-    """Upstream copies the weights to the CPU before it loads them; see megatron_fixes/hybrid_optimizer.py."""
+    """Upstream copies the weights to the CPU before it loads them; see upstream_fixes/hybrid_optimizer.py."""
     start = ["--mcore_model", str(noted.folder / "checkpoint-2"), *CANNED]
     on_cpu = train(folder, dense, dataset, "on-cpu", *start, *CPU_ADAM)
     assert same_steps(on_cpu, train(folder, dense, dataset, "on-gpu", *start, *ALL_WEIGHTS))
