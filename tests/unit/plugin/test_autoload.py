@@ -141,7 +141,7 @@ sys.orig_argv = [sys.executable, *sys.argv]
 from swift_megatron_grpo.plugin.autoload import arm
 arm()
 hooks = sys.modules.get("swift_megatron_grpo.runtime.import_hooks")
-print(sorted({{*hooks._before, *hooks._after, *hooks._names}}) if hooks else "nothing")
+print(sorted({{*hooks._before, *hooks._after}}) if hooks else "nothing")
 """
 PLATFORM_HOOKS = ["mcore_bridge", "megatron.core"]
 HELP_PROCESS = RANK_PROCESS.replace(repr(GRPO), repr(["--help"]))
