@@ -106,9 +106,10 @@ def flags(path: Path) -> list[Flag]:
 
 
 def page() -> str:
+    described = all_flags()
     sections = []
     for area, groups in AREAS.items():
-        members = [flag for group in groups for flag in all_flags() if flag.group == group]
+        members = [flag for group in groups for flag in described if flag.group == group]
         sections.append(f"## {area}\n\n{_table(members)}")
     server = _table(flags(PACKAGE / "generation" / "server" / "arguments.py"))
     intro = "Beyond ms-swift's, or with another default. [security.md](security.md) says what the limits are for."
