@@ -45,7 +45,7 @@ def test_the_folder_of_another_run_is_refused_before_a_model_loads(
     lock = FolderLock(used, flag)
     flags = ["--rollout_dump", str(used if flag == "--rollout_dump" else other)]
     run = megatron_rlhf(dense, dataset, used if flag == "--output_dir" else folder / "free", 2, flags)
-    lock.release()
+    del lock  # its file closes, which unlocks the folder
     assert run.code != 0 and LOADING not in run.output
     assert f"FolderInUse: {flag} {used} is in use by another run (process " in run.output, run.output[-3000:]
 
