@@ -18,6 +18,7 @@ from swift_megatron_grpo.generation.protocol.messages import (
     unpacked_logprobs,
 )
 from swift_megatron_grpo.weights.transport.held_weights import WorkerWeights
+from swift_megatron_grpo.weights.transport.rendezvous import Rendezvous
 
 T = TypeVar("T")
 _SHOWN = 1000  # characters of a server's reason
@@ -85,8 +86,9 @@ class Client:
     async def put_image(self, digest: str, content: bytes, timeout: float) -> None:
         await self._request("PUT", Routes.IMAGES + digest, timeout, content)
 
-    async def join(self, payload: dict[str, Any], timeout: float) -> dict[str, Any]:
-        return await self._request("POST", Routes.JOIN, timeout, payload)
+    async def join(self, payload: dict[str, Any], timeout: float) -> Rendezvous:
+        response = await self._request("POST", Routes.JOIN, timeout, payload)
+        return _read("its rendezvous", Rendezvous.from_json, response)
 
     async def receive(self, payload: dict[str, Any], timeout: float) -> dict[str, Any]:
         return await self._request("POST", Routes.RECEIVE, timeout, payload)

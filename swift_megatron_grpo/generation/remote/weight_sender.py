@@ -27,8 +27,8 @@ class WeightSender:
     device: torch.device
     bucket_bytes: int
 
-    def join(self, rendezvous: dict[str, Any]) -> WeightConnection:
-        return WeightConnection(Channel(Rendezvous(**rendezvous), rank=0, device=self.device))
+    def join(self, rendezvous: Rendezvous) -> WeightConnection:
+        return WeightConnection(Channel(rendezvous, rank=0, device=self.device))
 
     def send(
         self, weights: NamedWeights, connections: Sequence[WeightConnection], adapter: dict[str, Any] | None = None

@@ -38,14 +38,15 @@ class Channel:
         self.device = device
         self._rank = rank
         self._size = rendezvous.size
-        timeout = timedelta(seconds=rendezvous.timeout)
+        forming = timedelta(seconds=rendezvous.seconds_to_form)
         with shared_store(rendezvous) as (store, address):
             if device.type == "cuda":
-                self._group: Any = _nccl_group(store, rank, rendezvous.size, timeout)
+                self._group: Any = _nccl_group(store, rank, rendezvous.size, forming)
             else:
-                self._group = _gloo_group(store, rank, rendezvous.size, timeout, address)
+                self._group = _gloo_group(store, rank, rendezvous.size, forming, address)
             try:
                 self._check_members(rendezvous.secret.encode())
+                self._group._set_default_timeout(timedelta(seconds=rendezvous.timeout))
             except BaseException:
                 self.close()
                 raise

@@ -16,17 +16,19 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import Any
 
 from torch.distributed import HashStore, Store
 
-_CONNECT_SECONDS = 30.0  # the hub is already listening, unless its process has just been killed
-_PROOF_SECONDS = 10.0  # for a client to prove that it has the secret
-_UNPROVED = 64  # connections that have not proved it yet; more are closed at once
+_FORM_SECONDS = 30.0  # for all ranks to find each other; the hub is listening before they learn of it
+_PROOF_SECONDS = 10.0  # for a client to prove that it has the secret, which takes milliseconds
+_UNPROVED = 64  # connections that have not proved it yet; another one closes the oldest
 _NONCE_BYTES = 32
 _MAC_BYTES = 32
 _LARGEST_FRAME = 2**20
@@ -41,7 +43,18 @@ class Rendezvous:
     port: int
     size: int
     secret: str = field(repr=False)
-    timeout: float  # seconds, for the rendezvous and for every transfer
+    timeout: float  # seconds, for every transfer
+
+    @classmethod
+    def from_json(cls, message: dict[str, Any]) -> Rendezvous:
+        """Return the rendezvous in a server's response, whose values may be of any type."""
+        host, secret = str(message["host"]), str(message["secret"])
+        return cls(host, int(message["port"]), int(message["size"]), secret, float(message["timeout"]))
+
+    @property
+    def seconds_to_form(self) -> float:
+        """Return how long ranks wait for each other: a rank that has gone would block the others for `timeout`."""
+        return min(self.timeout, _FORM_SECONDS)
 
 
 def new_secret() -> str:
@@ -63,7 +76,7 @@ class Hub:
         self._admitted: list[Connection] = []
         self._joined = 0  # ranks admitted so far
         self._frames: list[bytes] = []  # all keys so far, for ranks that come later
-        self._unproved = threading.Semaphore(_UNPROVED)
+        self._unproved: deque[Connection] = deque()  # oldest first
         threading.Thread(target=self._accept, name="rendezvous", daemon=True).start()
 
     def close(self) -> None:
@@ -72,9 +85,8 @@ class Hub:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
         with self._lock:
-            for connection in self._admitted:  # their pending reads end, in whatever thread
-                with suppress(OSError), socket.socket(fileno=socket.dup(connection.fileno())) as duplicate:
-                    duplicate.shutdown(socket.SHUT_RDWR)
+            for connection in (*self._admitted, *self._unproved):
+                _disconnect(connection)
 
     def _accept(self) -> None:
         while True:
@@ -85,18 +97,20 @@ class Hub:
                     time.sleep(0.1)
                     continue
                 return  # closed
-            if not self._unproved.acquire(blocking=False):
-                client.close()
-                continue
-            threading.Thread(target=self._serve, args=(client,), name="rendezvous client", daemon=True).start()
+            connection = Connection(client.detach())
+            with self._lock:
+                if len(self._unproved) == _UNPROVED:  # strangers who send nothing must not keep the ranks out
+                    _disconnect(self._unproved.popleft())
+                self._unproved.append(connection)
+            threading.Thread(target=self._serve, args=(connection,), name="rendezvous client", daemon=True).start()
 
-    def _serve(self, client: socket.socket) -> None:
-        with Connection(client.detach()) as connection, suppress(EOFError, OSError):
+    def _serve(self, connection: Connection) -> None:
+        with connection, suppress(EOFError, OSError):
             try:
                 _limit_waiting(connection, _PROOF_SECONDS)
                 proved = self._has_secret(connection)
             finally:
-                self._unproved.release()
+                self._forget_unproved(connection)
             if proved and self._admit(connection):
                 try:
                     while True:
@@ -116,7 +130,18 @@ class Hub:
         client_nonce = response[:_NONCE_BYTES]
         if not hmac.compare_digest(response[_NONCE_BYTES:], authenticate(self._secret, b"client", nonce, client_nonce)):
             return False
+        if not self._forget_unproved(connection):
+            return False  # closed for a newer connection; the client tries again
         connection.send_bytes(authenticate(self._secret, b"hub", client_nonce, nonce))
+        return True
+
+    def _forget_unproved(self, connection: Connection) -> bool:
+        """Stop counting a connection as unproved. Return False if it does not count any more."""
+        with self._lock:
+            try:
+                self._unproved.remove(connection)
+            except ValueError:
+                return False
         return True
 
     def _admit(self, connection: Connection) -> bool:
@@ -147,13 +172,10 @@ def shared_store(rendezvous: Rendezvous) -> Iterator[tuple[Store, str]]:
     once the group has communicated: the store then remains as it is.
     """
     store = HashStore()
-    store.set_timeout(timedelta(seconds=rendezvous.timeout))
-    with _connect(rendezvous) as client:
-        address: str = client.getsockname()[0]
-        connection = Connection(client.detach())
+    store.set_timeout(timedelta(seconds=rendezvous.seconds_to_form))
+    connection, address = _connect(rendezvous)
     finished = threading.Event()
     with connection:
-        _prove(connection, rendezvous.secret.encode())
         copying = threading.Thread(target=_share, args=(store, connection, finished), name="rendezvous", daemon=True)
         copying.start()
         try:
@@ -168,29 +190,45 @@ def authenticate(secret: bytes, *message: bytes) -> bytes:
     return hmac.digest(secret, b"|".join(message), "sha256")
 
 
-def _connect(rendezvous: Rendezvous) -> socket.socket:
-    end = time.monotonic() + min(rendezvous.timeout, _CONNECT_SECONDS)
+def _connect(rendezvous: Rendezvous) -> tuple[Connection, str]:
+    """Connect to the hub, and return the connection with its local address once both ends have proved the secret.
+
+    Try again if the hub closes the connection, as it does if strangers open too many.
+    """
+    end = time.monotonic() + rendezvous.seconds_to_form
     while True:
+        left = max(end - time.monotonic(), 0.1)
         try:
-            client = socket.create_connection((rendezvous.host, rendezvous.port), timeout=end - time.monotonic())
+            client = socket.create_connection((rendezvous.host, rendezvous.port), timeout=left)
             client.settimeout(None)
-            return client
-        except ConnectionRefusedError:
+            address: str = client.getsockname()[0]
+            connection = Connection(client.detach())
+            try:
+                _prove(connection, rendezvous.secret.encode(), left)
+            except BaseException:
+                connection.close()
+                raise
+            return connection, address
+        except _NotAdmitted:
             if time.monotonic() > end - 0.2:
                 raise
             time.sleep(0.1)
 
 
-def _prove(connection: Connection, secret: bytes) -> None:
+class _NotAdmitted(ConnectionError):
+    """The hub has closed the connection."""
+
+
+def _prove(connection: Connection, secret: bytes, seconds: float) -> None:
     """Prove to the hub that this end has the secret, and check the hub's proof."""
-    _limit_waiting(connection, _CONNECT_SECONDS)
+    _limit_waiting(connection, seconds)
     try:
         nonce = connection.recv_bytes(_NONCE_BYTES)
         own_nonce = secrets.token_bytes(_NONCE_BYTES)
         connection.send_bytes(own_nonce + authenticate(secret, b"client", nonce, own_nonce))
         mac = connection.recv_bytes(_MAC_BYTES)
     except (EOFError, OSError) as error:
-        raise ConnectionError("the rendezvous for weights did not admit this process") from error
+        raise _NotAdmitted("the rendezvous for weights did not admit this process") from error
     if not hmac.compare_digest(mac, authenticate(secret, b"hub", own_nonce, nonce)):
         raise ConnectionError("the rendezvous for weights is held by a process that does not have the secret")
     _limit_waiting(connection, 0)
@@ -213,6 +251,13 @@ def _share(store: Store, connection: Connection, finished: threading.Event) -> N
 
 def _limit_waiting(connection: Connection, seconds: float) -> None:
     """Limit how long a read or a write on the connection may take; 0: no limit."""
+    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     with socket.socket(fileno=socket.dup(connection.fileno())) as duplicate:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            duplicate.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), 0))
+            duplicate.setsockopt(socket.SOL_SOCKET, option, limit)
+
+
+def _disconnect(connection: Connection) -> None:
+    """End pending reads of the connection, in whatever thread; that thread closes it."""
+    with suppress(OSError), socket.socket(fileno=socket.dup(connection.fileno())) as duplicate:
+        duplicate.shutdown(socket.SHUT_RDWR)

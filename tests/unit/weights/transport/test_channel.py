@@ -70,7 +70,7 @@ def start(workers: int, folder: Path, failure: str = "") -> tuple[WeightConnecti
     processes = [
         start_process("receive", rendezvous, rank, failure, str(path)) for rank, path in enumerate(results, start=1)
     ]
-    return WeightSender(CPU, 100).join(rendezvous), processes, results
+    return WeightSender(CPU, 100).join(Rendezvous(**rendezvous)), processes, results
 
 
 def start_process(function: str, *arguments: Any) -> ForkedProcess:
@@ -131,7 +131,7 @@ def test_closing_a_connection_unblocks_its_sender() -> None:
     """This happens when the server reports that it could not load the weights, and receives no more."""
     rendezvous = open_rendezvous(2)
     start_process("join_only", rendezvous)
-    connection = WeightSender(CPU, 100).join(rendezvous)
+    connection = WeightSender(CPU, 100).join(Rendezvous(**rendezvous))
     connection.begin()
     large = torch.zeros(200_000_000)
     began = time.monotonic()

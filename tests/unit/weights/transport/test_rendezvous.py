@@ -64,7 +64,8 @@ def is_closed(connection: Connection) -> bool:
 
 
 def guesses_the_secret(rendezvous: Rendezvous) -> bool:
-    with pytest.raises(ConnectionError, match="did not admit"), shared_store(replace(rendezvous, secret=new_secret())):
+    guess = replace(rendezvous, secret=new_secret(), timeout=1.0)
+    with pytest.raises(ConnectionError, match="did not admit"), shared_store(guess):
         pass
     return True
 
@@ -129,25 +130,102 @@ def attempts_to_join(rendezvous: Rendezvous, over: threading.Event) -> int:
     refused = 0
     while not over.is_set():
         with pytest.raises(ConnectionError):
-            Channel(replace(rendezvous, secret=new_secret(), timeout=1.0), 1, CPU)
+            Channel(replace(rendezvous, secret=new_secret(), timeout=0.3), 1, CPU)
         refused += 1
     return refused
 
 
+def is_waiting(connection: Connection) -> bool:
+    """Return True if the hub has challenged the connection and waits for its proof."""
+    try:
+        return len(connection.recv_bytes()) == 32 and not connection.poll(0)
+    except (EOFError, OSError):
+        return False
+
+
 def test_silent_connections_do_not_keep_the_ranks_out() -> None:
+    """A stranger opens 200 connections and sends nothing: the newest are kept, for 10 s, and the ranks admitted."""
     with opened(size=2) as rendezvous:
-        silent = [connect(rendezvous) for _ in range(40)]
-        channels = form(rendezvous)
-        # Each was challenged and is still waiting for its 10 s to end: the ranks were admitted next to all of them.
-        assert all(len(connection.recv_bytes()) == 32 and not connection.poll(0) for connection in silent)
-        for end in (*channels, *silent):
+        silent = [connect(rendezvous) for _ in range(200)]
+        assert sum(map(is_waiting, reversed(silent))) == 64
+        for end in (*form(rendezvous), *silent):
             end.close()
+
+
+def test_strangers_who_keep_connecting_do_not_keep_the_ranks_out() -> None:
+    with opened(size=2) as rendezvous, ThreadPoolExecutor(2) as pool:
+        over = threading.Event()
+        floods = [pool.submit(keeps_connecting, rendezvous, over) for _ in range(2)]
+        try:
+            channels = form(rendezvous)
+        finally:
+            over.set()
+        assert all(flood.result(timeout=30) for flood in floods)
+        for channel in channels:
+            channel.close()
+
+
+def keeps_connecting(rendezvous: Rendezvous, over: threading.Event) -> int:
+    """Hold 100 silent connections, and open another as soon as possible; return how many were opened."""
+    held: list[Connection] = []
+    opened = 0
+    while not over.is_set():
+        with suppress(ConnectionError):
+            held.append(connect(rendezvous))
+            opened += 1
+        if len(held) > 100:
+            held.pop(0).close()
+    for connection in held:
+        connection.close()
+    return opened
+
+
+def test_a_rank_whose_connection_is_closed_for_a_newer_one_tries_again() -> None:
+    with opened(size=2) as rendezvous, socket.create_server((HOST, 0)) as listener:
+
+        def close_the_first() -> None:
+            listener.accept()[0].close()
+            relay(listener, rendezvous.port, [])
+
+        threading.Thread(target=close_the_first, daemon=True).start()
+        for channel in form(replace(rendezvous, port=listener.getsockname()[1])):
+            channel.close()
+
+
+def test_a_hub_that_has_ended_is_noticed_at_once() -> None:
+    with opened(size=2) as rendezvous:
+        pass
+    began = time.monotonic()
+    with pytest.raises(ConnectionRefusedError):
+        Channel(rendezvous, 1, CPU)
+    assert time.monotonic() - began < 5
+
+
+def test_a_trainer_that_never_connects_frees_the_workers_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its timeout is for transfers, and may be a day."""
+    monkeypatch.setattr("swift_megatron_grpo.weights.transport.rendezvous._FORM_SECONDS", 1.0)
+    began = time.monotonic()
+    with opened(size=2) as rendezvous, pytest.raises(RuntimeError):
+        Channel(replace(rendezvous, timeout=86400.0), 1, CPU)
+    assert time.monotonic() - began < 10
+
+
+def test_a_transfer_has_the_whole_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swift_megatron_grpo.weights.transport.rendezvous._FORM_SECONDS", 1.0)
+    with opened(size=2) as rendezvous, ThreadPoolExecutor(2) as ranks:
+        trainer, worker = ranks.map(lambda rank: Channel(rendezvous, rank, CPU), range(2))
+        received = ranks.submit(worker.receive)
+        time.sleep(2.5)
+        trainer.send({"text": "hello"})
+        assert received.result(timeout=30)[0] == {"text": "hello"}
+        trainer.close()
+        worker.close()
 
 
 def test_a_recorded_proof_is_worth_nothing_later() -> None:
     """The stranger is in the middle of one rank's connection, and repeats its messages on a connection of its own."""
     with opened(size=2) as rendezvous, socket.create_server((HOST, 0)) as listener:
-        middle = replace(rendezvous, port=listener.getsockname()[1])
+        middle = replace(rendezvous, port=listener.getsockname()[1], timeout=2.0)
         with ThreadPoolExecutor(1) as rank:
             joining = rank.submit(lambda: shared_store(middle).__enter__())
             victim = Connection(listener.accept()[0].detach())
@@ -196,7 +274,7 @@ def test_the_secret_is_never_sent() -> None:
 
 def test_a_false_hub_is_recognised() -> None:
     with opened(size=2, secret="the secret of a stranger") as rendezvous:
-        impostor = replace(rendezvous, secret=new_secret())
+        impostor = replace(rendezvous, secret=new_secret(), timeout=1.0)
         with pytest.raises(ConnectionError), shared_store(impostor):
             pass
     with socket.create_server((HOST, 0)) as listener, ThreadPoolExecutor(1) as rank:
