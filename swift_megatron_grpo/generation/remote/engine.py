@@ -135,24 +135,27 @@ class RemoteVllm:
         began = time.monotonic()
         self._version = version
         recipients = [server for server in self._recipients if not server.is_lost]
-        transfers = self._begin(
+        transfers, problems = self._begin(
             recipients, {"version": version, "lora": adapter is not None, "collect_checksums": collect_checksums}
         )
         failures = self._sender.send(weights, [transfer.connection for transfer in transfers], adapter)
-        problems = []
         for (server, connection, response), failure in zip(transfers, failures, strict=True):
             problem = self._end(server, response, failure)
             if problem is not None:
                 problems.append(f"{server.url}: {problem}")
             elif server.connection is connection:  # it was not lost in the meantime
                 server.received(version, collect_checksums)
-        self._failed_syncs = [*self._failed_syncs, *problems] if problems else []
+        self._failed_syncs = [*self._failed_syncs, "; ".join(problems)] if problems else []
         logger.info(f"weights {version} sent to {len(transfers)} servers in {time.monotonic() - began:.2f} s")
 
-    def _begin(self, servers: Sequence[Server], payload: dict[str, Any]) -> list[_Transfer]:
-        """Request servers to receive weights. Return a transfer for each server that is ready."""
+    def _begin(self, servers: Sequence[Server], payload: dict[str, Any]) -> tuple[list[_Transfer], list[str]]:
+        """Request servers to receive weights.
+
+        Return a transfer for each server that is ready, and what went wrong on servers that run but are not reached.
+        """
         assert self._events is not None
-        transfers, limit = [], self._config.timeout
+        transfers, problems = list[_Transfer](), list[str]()
+        limit = self._config.timeout
         for server in servers:
             try:
                 if server.connection is None:
@@ -160,13 +163,18 @@ class RemoteVllm:
                     joining = server.client.join(address | {"timeout": limit}, timeout=limit)
                     server.connection = self._sender.join(self._events.run(joining))
                 connection = server.connection
-            except (ServerFailure, RuntimeError) as failure:  # torch's rendezvous raises RuntimeErrors
+            except ServerFailure as failure:
                 self._events.run(self._mark_lost(server, f"connecting for weights failed: {failure}"))
+                continue
+            except (RuntimeError, OSError) as failure:  # of torch's groups, and of sockets
+                if self._events.run(self._servers.still_runs(server)):
+                    reason = "this machine must reach the port that --vllm_server_group_port sets (any port by default)"
+                    problems.append(f"{server.url}: connecting for weights failed ({failure}); {reason}")
                 continue
             response = self._events.submit(server.client.receive(payload, timeout=self._config.request_timeout))
             response.add_done_callback(partial(_close_if_failed, connection))
             transfers.append(_Transfer(server, connection, response))
-        return transfers
+        return transfers, problems
 
     def _end(self, server: Server, response: Future[dict[str, Any]], failure: Exception | None) -> str | None:
         """Wait for the end of a transfer. Return what went wrong on a healthy server; None for one that was lost."""

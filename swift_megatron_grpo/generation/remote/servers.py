@@ -276,6 +276,15 @@ class Servers:
             self.mark_lost(server, str(failure))
         return True
 
+    async def still_runs(self, server: Server) -> bool:
+        """Return True if a server that was in use responds, and was not restarted. Otherwise it is lost, or was."""
+        before = server.status
+        try:
+            self._handle_status(server, await server.client.status(timeout=5))
+        except ServerFailure as failure:
+            self.mark_lost(server, str(failure))
+        return before is not None and server.status is not None and server.status.instance == before.instance
+
     def exclude(self, server: Server, reason: str) -> None:
         """Stop using a server, in this run, until it is restarted: its responses are wrong."""
         if server.status is not None:
