@@ -105,7 +105,7 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
         self._warn_if_unauthenticated()
         args = self.args
         allow_open_files(args.max_connections + _OTHER_FILES)
-        protocol = bounded_protocol(args.max_connections, args.idle_timeout)
+        protocol = bounded_protocol(args.max_connections, args.idle_timeout, args.max_body_bytes)
         self.web = uvicorn.Server(
             uvicorn.Config(
                 self.app, host=args.host, port=args.port, log_level=args.log_level, http=protocol, ws="none",

@@ -11,6 +11,7 @@ import hmac
 import resource
 import uuid
 from collections.abc import Callable, MutableMapping
+from functools import partial
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -31,9 +32,12 @@ from swift_megatron_grpo.generation.server.schema import (
 )
 
 logger = get_logger()
-OPEN_ROUTES = ("/health", "/health/")  # need no key
+OPEN_ROUTES = ("/health", "/health/")  # need no key, if nothing is sent to them
+_WITHOUT_BODY = ("GET", "HEAD")
 _BODY = "swift_megatron_grpo.body"  # key of the scope
+_LONG_BODY = 2**20  # bytes: checking it would keep the event loop from others
 _HEADER_BYTES = 2**16
+_HEADERS = 256  # of a request, with the trailers of a chunked body
 _Base: Any = AutoHTTPProtocol  # uvicorn's protocol: which one depends on the installed packages
 
 
@@ -67,7 +71,7 @@ class Gate:
 
         try:
             self._check_key(scope)
-            if scope["method"] in ("GET", "HEAD"):
+            if scope["method"] in _WITHOUT_BODY:
                 await self._app(scope, receive, respond)
             else:
                 await self._serve_with_body(scope, receive, respond)
@@ -82,7 +86,7 @@ class Gate:
             await JSONResponse({"detail": reason}, status)(scope, receive, send)
 
     def _check_key(self, scope: Scope) -> None:
-        if self._key is None or scope["path"] in OPEN_ROUTES:
+        if self._key is None or (scope["path"] in OPEN_ROUTES and scope["method"] in _WITHOUT_BODY):
             return
         scheme, _, sent = Headers(scope=scope).get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
@@ -98,7 +102,8 @@ class Gate:
         try:
             body = await self._read(scope, receive)
             if scope["method"] == "POST":
-                body = self._checked(scope, body)
+                check = partial(self._checked, scope, body)
+                body = check() if len(body) < _LONG_BODY else await asyncio.to_thread(check)
                 batch = scope.get(_BODY)
                 more = len(batch.requests) - 1 if isinstance(batch, GenerateBatch) else 0
                 if self._in_progress + more > self._most_requests:
@@ -159,16 +164,18 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-def bounded_protocol(most: int, idle_seconds: float) -> type[asyncio.Protocol]:
-    """Return uvicorn's protocol, which closes idle connections and those beyond a number.
+def bounded_protocol(most: int, idle_seconds: float, body_bytes: int) -> type[asyncio.Protocol]:
+    """Return uvicorn's protocol, which closes idle connections, those beyond a number, and requests beyond a size.
 
     uvicorn leaves this to a proxy: timeout_keep_alive begins after the first request, limit_concurrency answers once
     the headers are complete, and only h11, the slower of its two protocols, limits their size. Each connection costs a
-    file descriptor, and without a free one the server accepts no connection.
+    file descriptor, and without a free one the server accepts no connection. The other protocol keeps every trailer,
+    in several times its bytes, and reads on: the gate, which counts the bytes of the body, never sees one.
     """
 
     class BoundedProtocol(_Base):
-        _received = 0  # bytes since the last request began
+        _received = 0  # bytes of the request in progress, or of the headers of the next one
+        _counted: tuple[object, bool] = (None, True)  # the request that they belong to, and whether it has ended
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
@@ -179,8 +186,11 @@ def bounded_protocol(most: int, idle_seconds: float) -> type[asyncio.Protocol]:
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            self._received = self._received + len(data) if self._is_idle else 0
-            if self._received > _HEADER_BYTES:
+            request = self.cycle, self._is_idle
+            self._received = len(data) + (self._received if request == self._counted else 0)
+            self._counted = request
+            limit = _HEADER_BYTES + (0 if self._is_idle else body_bytes)
+            if self._received > limit or len(self.headers or ()) > _HEADERS:
                 self.transport.abort()
 
         @property
