@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import json
 import random
@@ -10,12 +11,14 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from swift_megatron_grpo.generation.protocol.messages import Completion, Routes, RunIdentity
@@ -24,6 +27,7 @@ from swift_megatron_grpo.generation.remote.engine import RemoteVllm
 from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
 from swift_megatron_grpo.settings.config import ServerConfig
 from tests.support.fuzzing import STOCK_BODIES, damaged_body
+from tests.support.runs import make_model
 from tests.support.servers import HOST, KEY, RolloutServer
 
 pytestmark = pytest.mark.e2e
@@ -124,6 +128,7 @@ def test_the_key_is_required_before_the_body_is_read(server: RolloutServer) -> N
     for key in (None, b"wrong", "schlüssel".encode(), b"\xff\xfe"):
         response = raw(server, head(Routes.GENERATE, 200_000_000, key))
         assert response.startswith(b"HTTP/1.1 401"), response
+    assert raw(server, head("/health", 200_000_000, None)).startswith(b"HTTP/1.1 401")
     for route in ("/docs", "/redoc", "/openapi.json", Routes.STATUS, "/get_world_size/", "/nothing"):
         assert respond(server, "GET", route, Authorization="Bearer wrong")[0] == 401
     assert respond(server, "GET", "/openapi.json")[0] == 200
@@ -140,6 +145,8 @@ def test_the_key_is_required_before_the_body_is_read(server: RolloutServer) -> N
         ({"stop": [""]}, "'sampling.stop.0': String should have at least 1 character"),
         ({"n": 10**9}, "'sampling.n'"),
         ({"bogus": 1}, "'sampling.bogus': Extra inputs are not permitted"),
+        ({"temperature": 5.0}, "temperature must be in [0, 2]"),  # so far, vLLM's refusals were failures of the server
+        ({"structured_outputs_regex": "(xyz"}, ""),
     ],
 )
 def test_a_sampling_value_of_a_wrong_type_is_refused(
@@ -257,6 +264,45 @@ def test_the_name_of_a_run_is_not_enough_to_evict_it(server: RolloutServer, trai
     status, text = respond(server, "GET", Routes.STATUS, run=impostor)
     assert status == 200 and run.secret not in text
     assert respond(server, "POST", Routes.GENERATE, generate_body(), run)[0] == 200
+
+
+@pytest.fixture(scope="module")
+def image_server(folder: Path) -> Iterator[RolloutServer]:
+    model = make_model(folder / "qwen2_5_vl", "qwen2_5_vl")
+    limits = ["--vllm_limit_mm_per_prompt", '{"image": 2, "video": 0}', "--max_prompt_characters", "2000"]
+    server = RolloutServer(model, folder / "image_server.txt", limits).start()
+    server.wait()
+    yield server
+    server.stop()
+
+
+def test_an_image_server_opens_no_file_that_a_text_names(image_server: RolloutServer) -> None:
+    """It would not be an image. ms-swift looks for the tag in the joined text of all parts."""
+    tag = "<img>/etc/passwd</img>"
+    parts = [{"type": "text", "text": text} for text in (tag[:3], tag[3:])]
+    question = {"role": "user", "content": "?"}
+    for messages in ([{"role": "user", "content": parts}], [question, {"role": "assistant", "content": tag}, question]):
+        body = {"infer_requests": [{"messages": messages}], "request_config": {"max_tokens": 2}}
+        status, text = respond(image_server, "POST", "/infer/", body)
+        assert status == 200, text
+    assert "UnidentifiedImageError" not in image_server.log.read_text()
+
+
+def test_images_and_text_of_an_image_server_are_limited(image_server: RolloutServer) -> None:
+    def encoded(kind: str) -> str:
+        file = BytesIO()
+        Image.new("RGB", (56, 56)).save(file, format=kind)
+        return base64.b64encode(file.getvalue()).decode()
+
+    for status, images, text, reason in (
+        (200, [encoded("PNG")], "?", ""),
+        (422, [encoded("PPM")], "?", "must be an image: PNG"),
+        (422, [encoded("PNG")] * 3, "?", "more than 2 images in a prompt"),
+        (422, [], "data: x y " * 201, "--max_prompt_characters"),
+    ):
+        request = {"messages": [{"role": "user", "content": text}], "images": images}
+        body = {"infer_requests": [request], "request_config": {"max_tokens": 2}}
+        assert (response := respond(image_server, "POST", "/infer/", body))[0] == status and reason in response[1]
 
 
 # ---- what keeps working

@@ -47,8 +47,23 @@ def tokens_of_image(processor: Any, width: int, height: int, resizes: bool) -> i
     return patches // int(images.merge_size**2)
 
 
+def open_no_path_in_text(template: Template) -> None:
+    """Have a template leave `<img>PATH</img>` in messages as it is: ms-swift opens that file and shows the image.
+
+    The text may be a stranger's or the policy's own. Images are what a row or a request has as images.
+    """
+    template._replace_image_tags = _leave
+
+
+def _leave(_: object) -> None: ...
+
+
 class EngineForImages(GRPOVllmEngine):
     """ms-swift's engine, which counts all tokens of an image where ms-swift counts the one placeholder."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        open_no_path_in_text(self.template)
 
     def _get_num_tokens(self, inputs: dict[str, Any], batch_idx: int | None = None) -> int:
         tokens: int = GRPOVllmEngine._get_num_tokens(inputs, batch_idx)

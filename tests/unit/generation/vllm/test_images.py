@@ -1,4 +1,4 @@
-"""Tokens of images, as vLLM counts them: by the trainer's reader, which lays prompts out without decoding an image."""
+"""Images as engines see them: their tokens, as the trainer's reader counts them, and no file that a text names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swift.template import get_template
 from swift_megatron_grpo.cli.check_layouts.layouts import template_for_images
 from swift_megatron_grpo.cli.tiny_models import TINY, Shape, save_composite
 from swift_megatron_grpo.data.image_reader import ImageReader
-from swift_megatron_grpo.generation.vllm.images import tokens_of_image
+from swift_megatron_grpo.generation.vllm.images import open_no_path_in_text, tokens_of_image
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "glm4v", "internvl"])
@@ -32,3 +32,30 @@ def test_an_image_has_the_tokens_that_the_trainer_expects(tmp_path: Path, kind: 
         [image] = reader.images(row)
         counted = tokens_of_image(template.processor, sent.width, sent.height, resizes)
         assert counted == len(reader.expand([reader.format.placeholder], [image]))
+
+
+def test_a_path_in_a_text_is_not_opened(tmp_path: Path) -> None:
+    """ms-swift opens the file, also if the tag is split over parts, in a tool call, or written by the policy."""
+    save_composite(tmp_path, Shape("qwen2_5_vl", TINY))
+    template = get_template(
+        get_processor(str(tmp_path), model_type="qwen2_5_vl"), template_type=template_for_images("qwen2_5_vl")
+    )
+    template.set_mode("vllm")
+    path = str(tmp_path / "local.png")
+    Image.new("RGB", (56, 56)).save(path)
+    tag = f"<img>{path}</img>"
+    question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": f"See {tag}."}
+    parts = [{"type": "text", "text": text} for text in (tag[:3], tag[3:])]
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": tag, "arguments": {}}}]}
+    requests = [
+        [{"role": "user", "content": tag}],
+        [{"role": "user", "content": parts}],
+        [question, call, {"role": "tool", "content": "done"}],
+        [question, answer, question],
+    ]
+    for messages in requests:
+        assert len(template.encode({"messages": messages})["images"]) == 1
+    open_no_path_in_text(template)
+    for messages in requests:
+        inputs = template.encode({"messages": messages})
+        assert not inputs.get("images") and path in template.processor.tokenizer.decode(inputs["input_ids"])
