@@ -136,6 +136,7 @@ class GRPORolloutArguments(RolloutArguments):
             max_model_len=max_model_len,
             vocab_size=engine_settings["vocab_size"],
             accepts_media=engine_settings["accepts_media"],
+            images=engine_settings["status"]["images_per_prompt"],
         )
 
     @property

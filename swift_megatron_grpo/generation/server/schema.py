@@ -10,10 +10,12 @@ import base64
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Annotated, Any, Literal, TypeVar
 
+from PIL import Image
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -26,10 +28,11 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
-from swift_megatron_grpo.data.images import check_sent
+from swift_megatron_grpo.data.images import MAX_PIXELS, check_sent
 from swift_megatron_grpo.generation.protocol.messages import MOST_IN_BATCH, Routes, description
 
 B = TypeVar("B", bound=BaseModel)
+T = TypeVar("T")
 _CHARACTERS_PER_TOKEN = 32  # more than any tokenizer needs for text
 _LEAST_CHARACTERS = 2**20
 _INT64 = 2**63
@@ -38,8 +41,8 @@ _LEVELS_OF_BATCH = 2  # that a batch puts around its requests
 _TOOL_ROLES = ("tool", "tool_call", "tool_response")  # their content may be any JSON
 _MEDIA = re.compile(r"(image|video|audio)(_url)?")
 _BASE64 = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,[A-Za-z0-9+/]+={0,2}", re.ASCII)
-_TAG_OF_A_FILE = "<img>"  # ms-swift opens the file that such a tag names, if the model takes images
 
+Items = Annotated[list[T], Field(fail_fast=True)]  # describes the first wrong element, not all
 # pydantic's Literal[1] accepts True as well.
 One = Annotated[int, Field(ge=1, le=1)]
 Off = Annotated[bool, AfterValidator(lambda value: _false(value))]
@@ -61,6 +64,7 @@ class ContentLimits:
     max_model_len: int
     vocab_size: int
     accepts_media: bool  # the model has an image, video or audio part
+    images: int  # of one prompt
 
 
 def prompt_characters(flag: int | None, max_model_len: int) -> int:
@@ -75,6 +79,16 @@ class InvalidBody(ValueError):
 class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def leave_one_unknown_field(cls, value: Any) -> Any:
+        """Leave one unknown field to refuse: pydantic would describe each of a million."""
+        fields = cls.model_fields
+        if cls.model_config["extra"] != "forbid" or not isinstance(value, dict) or len(value) <= len(fields):
+            return value
+        unknown = next(name for name in value if name not in fields)
+        return {name: value[name] for name in fields if name in value} | {unknown: None}
+
 
 class Sampling(Strict):
     """ms-swift's RequestConfig, as this package's trainer uses it."""
@@ -85,7 +99,7 @@ class Sampling(Strict):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=1000)]], Field(max_length=64)] | None = None
+    stop: Annotated[Items[Annotated[str, Field(min_length=1, max_length=1000)]], Field(max_length=64)] | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
     logprobs: bool = False
     return_details: bool = False
@@ -123,19 +137,25 @@ class Message(Strict, extra="allow"):
                 _check_part(part, _limits(info))
         elif not isinstance(self.content, str | None) and self.role not in _TOOL_ROLES:
             raise ValueError("content must be a text or a list of parts")
-        if _limits(info).accepts_media and any(_TAG_OF_A_FILE in text for text in _texts(self.content)):
-            raise ValueError(f"{_TAG_OF_A_FILE} names a file on this server; send images as base64 in `images`")
         return self
+
+    @property
+    def media(self) -> Iterator[tuple[str, str]]:
+        """Yield kind and source of each medium in the parts of the content."""
+        if isinstance(self.content, list) and self.role not in _TOOL_ROLES:
+            for part in self.content:
+                if part["type"] != "text" and (source := _source(part)) is not None:
+                    yield part["type"], source
 
 
 class StockPrompt(Strict):
     """ms-swift's RolloutInferRequest."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    images: list[str] = []
-    audios: list[str] = []
-    videos: list[str] = []
-    tools: list[dict[str, Any] | str] | str | None = None
+    messages: Annotated[Items[Message], Field(min_length=1)]
+    images: Items[str] = []
+    audios: Items[str] = []
+    videos: Items[str] = []
+    tools: Items[dict[str, Any] | str] | str | None = None
     objects: dict[str, Any] = {}
     chat_template_kwargs: dict[str, Any] = {}
     data_dict: dict[str, Any] = {}  # further columns of the dataset, for schedulers and environments
@@ -145,7 +165,19 @@ class StockPrompt(Strict):
     @field_validator("images", "audios", "videos")
     @classmethod
     def check_media(cls, media: list[str], info: ValidationInfo) -> list[str]:
-        return [_checked_media(medium, _limits(info)) for medium in media]
+        return [_checked_media(medium, _limits(info), info.field_name == "images") for medium in media]
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def check_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """Refuse options that templates merge into what they pass to the reader of an image."""
+        if any(map(_MEDIA.fullmatch, options)):
+            raise ValueError("media must be sent as base64 in `images`; paths and URLs are not opened")
+        for name in ("min_pixels", "max_pixels"):
+            pixels = options.get(name)
+            if pixels is not None and not (isinstance(pixels, int | float) and pixels <= MAX_PIXELS):
+                raise ValueError(f"{name} must be a number of at most {MAX_PIXELS}")
+        return options
 
     @model_validator(mode="after")
     def check_size(self, info: ValidationInfo) -> StockPrompt:
@@ -154,11 +186,12 @@ class StockPrompt(Strict):
             raise ValueError(f"more than {limits.messages} messages (--max_messages)")
         if self.objects and not limits.accepts_media:
             raise ValueError("objects belong to images, and this server's model takes text only")
+        media = [medium for message in self.messages for medium in message.media]
+        if len(self.images) + sum(kind.startswith("image") for kind, _ in media) > limits.images:
+            raise ValueError(_too_many_images(limits))
         contents = [[message.content, message.model_extra] for message in self.messages]
         texts = _texts([contents, self.tools, self.chat_template_kwargs])
-        if limits.accepts_media:
-            texts = (text for text in texts if not text.startswith("data:"))
-        if sum(map(len, texts)) > limits.prompt_characters:
+        if sum(map(len, texts)) - sum(len(source) for _, source in media) > limits.prompt_characters:
             raise ValueError(
                 f"more than {limits.prompt_characters} characters of messages and tools (--max_prompt_characters)"
             )
@@ -186,18 +219,25 @@ class Prompt(StockPrompt):
 class GenerateRequest(Strict):
     request: Prompt
     sampling: Sampling
-    image_digests: Annotated[list[Digest], Field(max_length=1024)] = []  # the prompt's images, which were sent before
+    image_digests: Annotated[Items[Digest], Field(max_length=1024)] = []  # the prompt's images, which were sent before
     experts: bool = False  # return the experts that the engine's routers choose
     weights_version: Version  # that the trainer expects
     tokens_of_all_turns: Annotated[int, Field(ge=1, lt=2**31)] | None = None  # limit of a conversation; None: none
 
+    @field_validator("image_digests")
+    @classmethod
+    def check_number(cls, digests: list[str], info: ValidationInfo) -> list[str]:
+        if len(digests) > _limits(info).images:
+            raise ValueError(_too_many_images(_limits(info)))
+        return digests
+
 
 class GenerateBatch(Strict):
-    requests: Annotated[list[GenerateRequest], Field(min_length=1, max_length=MOST_IN_BATCH)]
+    requests: Annotated[Items[GenerateRequest], Field(min_length=1, max_length=MOST_IN_BATCH)]
 
 
 class ScoreRequest(Strict):
-    tokens: list[Int32]
+    tokens: Items[Int32]
     image: Annotated[str, Field(max_length=_PROBE_IMAGE)] | None = None  # a PNG as base64
     weights_version: Version
 
@@ -205,8 +245,13 @@ class ScoreRequest(Strict):
     @classmethod
     def check_image(cls, image: str | None, info: ValidationInfo) -> str | None:
         if image is not None:
-            _checked_media(image, _limits(info))
-            check_sent(base64.b64decode(image), _PROBE_PIXELS, formats=("PNG",))
+            _checked_media(image, _limits(info), is_image=False)
+            content = base64.b64decode(image)
+            check_sent(content, _PROBE_PIXELS, formats=("PNG",))
+            try:
+                Image.open(BytesIO(content), formats=("PNG",)).load()
+            except Exception:  # whatever PIL raises for what the header has promised
+                raise ValueError("is a truncated or damaged image") from None
         return image
 
     @field_validator("tokens")
@@ -236,7 +281,7 @@ class ReceiveRequest(Strict):
 
 
 class StockInfer(Strict, extra="ignore"):  # ms-swift's client sends more keys
-    infer_requests: Annotated[list[StockPrompt], Field(min_length=1, max_length=65536)]
+    infer_requests: Annotated[Items[StockPrompt], Field(min_length=1, max_length=65536)]
     request_config: StockSampling | None = None
     use_tqdm: bool | None = None
 
@@ -250,12 +295,12 @@ class StockCommunicator(Strict):
 class StockTensor(Strict, extra="allow"):
     name: Annotated[str, Field(min_length=1, max_length=1024)]
     dtype: Annotated[str, Field(pattern=r"^(torch\.)?(bfloat16|u?int(8|16|32|64)|bool|float(8_\w{1,16}|16|32|64))$")]
-    shape: Annotated[list[Int32], Field(max_length=16)]
+    shape: Annotated[Items[Int32], Field(max_length=16)]
 
 
 class StockTensors(Strict, extra="allow"):
-    metadatas: list[StockTensor] = []
-    lora_tensors_metadata: list[StockTensor] = []
+    metadatas: Items[StockTensor] = []
+    lora_tensors_metadata: Items[StockTensor] = []
 
 
 SCHEMAS: dict[str, type[BaseModel]] = {
@@ -328,26 +373,33 @@ def _check_part(part: Any, limits: ContentLimits) -> None:
         return
     if not isinstance(kind, str) or not _MEDIA.fullmatch(kind):
         raise ValueError('each part of content must be {"type": "text", "text": ...}, or an image, a video or an audio')
-    source = part.get(kind)
-    if source is None:  # a placeholder for an element of `images`, `videos` or `audios`
-        source = []
-    elif isinstance(source, dict):
-        source = [source.get("url")]
-    for medium in source if isinstance(source, list) else [source]:
-        if _checked_media(medium, limits) != medium:
-            raise ValueError("media in content must be data URIs: data:image/png;base64,...")
+    source = _source(part)
+    if source is not None and _checked_media(source, limits, kind.startswith("image")) != source:
+        raise ValueError("media in content must be data URIs: data:image/png;base64,...")
     if not limits.accepts_media:
         raise ValueError("this server's model takes text only")
 
 
-def _checked_media(medium: Any, limits: ContentLimits) -> str:
+def _source(part: dict[str, Any]) -> Any:
+    """Return the medium of a part; None for a placeholder for an element of `images`, `videos` or `audios`."""
+    source = part.get(part["type"])
+    return source.get("url") if isinstance(source, dict) else source
+
+
+def _checked_media(medium: Any, limits: ContentLimits, is_image: bool) -> str:
     """Return bytes that the client has sent, as a data URI: nothing that ms-swift could take for a path or a URL."""
     if not limits.accepts_media:
         raise ValueError("this server's model takes text only")
     uri = medium if isinstance(medium, str) and medium.startswith("data:") else f"data:media/base64;base64,{medium}"
     if not isinstance(medium, str) or not _BASE64.fullmatch(uri) or len(uri.partition(",")[2]) % 4:
         raise ValueError("media must be sent as base64; paths and URLs are not opened")
+    if is_image:
+        check_sent(base64.b64decode(uri.partition(",")[2]), MAX_PIXELS)
     return uri
+
+
+def _too_many_images(limits: ContentLimits) -> str:
+    return f"more than {limits.images} images in a prompt; start the server with a larger --vllm_limit_mm_per_prompt"
 
 
 def _texts(value: Any) -> Iterable[str]:

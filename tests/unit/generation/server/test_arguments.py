@@ -13,7 +13,7 @@ from tests.forking.client import free_port, run_script
 from tests.paths import REPOSITORY
 
 KEY = "a secret key"
-ENGINE = {"status": {"max_model_len": 2**17}, "vocab_size": 300, "accepts_media": False}
+ENGINE = {"status": {"max_model_len": 2**17, "images_per_prompt": 0}, "vocab_size": 300, "accepts_media": False}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_a_server_keeps_its_port_listens_on_loopback_and_hides_its_key(model: Pa
     assert (arguments.max_body_bytes, arguments.body_timeout, arguments.max_requests) == (2**26, 60, 7)
     assert (arguments.max_connections, arguments.idle_timeout) == (16384, 60)
     limits = arguments.content_limits(ENGINE)
-    assert (limits.max_model_len, limits.vocab_size, limits.accepts_media) == (2**17, 300, False)
+    assert (limits.max_model_len, limits.vocab_size, limits.accepts_media, limits.images) == (2**17, 300, False, 0)
     assert (limits.nesting, limits.messages, limits.prompt_characters) == (32, 4096, 32 * 2**17)
 
 

@@ -26,7 +26,7 @@ from swift_megatron_grpo.generation.server.schema import ContentLimits
 KEY = "schlüssel"
 LIMITS = {"body_bytes": 100, "body_seconds": 1, "most_requests": 2}
 CONTENT = ContentLimits(
-    nesting=8, messages=8, prompt_characters=100, max_model_len=8, vocab_size=10, accepts_media=False
+    nesting=8, messages=8, prompt_characters=100, max_model_len=8, vocab_size=10, accepts_media=False, images=0
 )
 
 

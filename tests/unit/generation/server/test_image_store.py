@@ -18,7 +18,7 @@ from swift_megatron_grpo.generation.server.engine_process import ImageStore, Mis
 from swift_megatron_grpo.generation.server.schema import SCHEMAS, ContentLimits, InvalidBody, parse
 
 LIMITS = ContentLimits(
-    nesting=16, messages=8, prompt_characters=2000, max_model_len=256, vocab_size=300, accepts_media=True
+    nesting=16, messages=8, prompt_characters=2000, max_model_len=256, vocab_size=300, accepts_media=True, images=2
 )
 
 
@@ -63,13 +63,14 @@ def test_what_is_sent_is_an_image_of_a_known_format_and_size() -> None:
         (image("JPEG"), True, "must be an image: PNG"),
         (image(side=300), True, "at most 65536 pixels"),
         (b"x" * 2**18, True, "at most 262144 characters"),
+        (image()[:-28], True, "is a truncated or damaged image"),
     ],
 )
 def test_the_image_of_the_text_that_verifies_weights_is_a_small_png(
     content: bytes, accepts_media: bool, problem: str | None
 ) -> None:
     body = {"tokens": [1, 2], "image": base64.b64encode(content).decode(), "weights_version": 0}
-    limits = ContentLimits(16, 8, 2000, 256, 300, accepts_media)
+    limits = ContentLimits(16, 8, 2000, 256, 300, accepts_media, images=2)
     if problem is None:
         parse(json.dumps(body).encode(), SCHEMAS[Routes.SCORE], limits)
     else:
@@ -84,6 +85,8 @@ def test_a_request_names_images_by_their_digests(digest: Any) -> None:
     assert parse(json.dumps(body).encode(), SCHEMAS[Routes.GENERATE], LIMITS).image_digests == ["a" * 40]  # type: ignore[attr-defined]
     with pytest.raises(InvalidBody, match=r"'image_digests\.0'"):
         parse(json.dumps(body | {"image_digests": [digest]}).encode(), SCHEMAS[Routes.GENERATE], LIMITS)
+    with pytest.raises(InvalidBody, match=r"'image_digests': more than 2 images .* --vllm_limit_mm_per_prompt"):
+        parse(json.dumps(body | {"image_digests": ["a" * 40] * 3}).encode(), SCHEMAS[Routes.GENERATE], LIMITS)
 
 
 class SlowServer:

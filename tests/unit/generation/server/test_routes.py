@@ -15,7 +15,7 @@ from swift_megatron_grpo.generation.server.health import EngineHealth
 from swift_megatron_grpo.generation.server.routes import RolloutRoutes, RunLease
 from swift_megatron_grpo.generation.server.schema import ContentLimits, GenerateBatch, parse
 
-LIMITS = ContentLimits(8, 8, 1000, 64, 100, accepts_media=False)
+LIMITS = ContentLimits(8, 8, 1000, 64, 100, accepts_media=False, images=0)
 RUN = RunIdentity("run", "secret")
 REQUEST = {
     "request": {"messages": [{"role": "user", "content": "hello"}]}, "sampling": {"max_tokens": 4}, "weights_version": 3

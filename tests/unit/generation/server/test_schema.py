@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+from base64 import b64encode
 from dataclasses import asdict, replace
+from io import BytesIO
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
+from pydantic import ValidationError
 from swift.infer_engine import RequestConfig
 from vllm import SamplingParams
 
@@ -22,7 +26,10 @@ from swift_megatron_grpo.generation.server.schema import (
     ContentLimits,
     GenerateRequest,
     InvalidBody,
+    ScoreRequest,
     StockInfer,
+    StockTensor,
+    StockTensors,
     parse,
     prompt_characters,
 )
@@ -31,9 +38,9 @@ from swift_megatron_grpo.types import Prompt
 from tests.support.fuzzing import STOCK_BODIES, damaged_body
 
 TEXT = ContentLimits(
-    nesting=16, messages=8, prompt_characters=2000, max_model_len=256, vocab_size=300, accepts_media=False
+    nesting=16, messages=8, prompt_characters=2000, max_model_len=256, vocab_size=300, accepts_media=False, images=0
 )
-MEDIA = replace(TEXT, accepts_media=True)
+MEDIA = replace(TEXT, accepts_media=True, images=2)
 ROW = {"messages": [{"role": "user", "content": "hello", "loss": None}], "letters": "abc", "score": float("nan")}
 PROMPT = Prompt("0-7", ROW)
 SAMPLING = request_config(SamplingConfig(1.0, 1.0, -1, 1.0, max_completion_length=4, stop_words=("x",)), seed=2**48)
@@ -131,14 +138,20 @@ def test_an_error_names_the_field_and_not_its_value(change: dict[str, Any], prob
     assert "another secret" not in str(refusal.value)
 
 
-IMAGE = "data:image/png;base64,iVBORw0KGgo="
+def encoded(kind: str = "PNG", side: int = 8) -> str:
+    file = BytesIO()
+    Image.new("L", (side, side)).save(file, format=kind)
+    return b64encode(file.getvalue()).decode()
+
+
+IMAGE = f"data:image/png;base64,{encoded()}"
 
 
 @pytest.mark.parametrize(
     "prompt",
     [
         {"images": [IMAGE]},
-        {"images": ["iVBORw0KGgo="]},
+        {"images": [encoded()]},
         {"messages": [{"role": "user", "content": [{"type": "image", "image": IMAGE}, {"type": "text", "text": "?"}]}]},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": IMAGE}}]}]},
         {"messages": [{"role": "user", "content": [{"type": "image"}]}], "images": [IMAGE]},
@@ -147,7 +160,7 @@ IMAGE = "data:image/png;base64,iVBORw0KGgo="
 def test_bytes_that_the_client_sends_are_media_for_models_that_take_them(prompt: dict[str, Any]) -> None:
     body = encode({"infer_requests": [{"messages": ROW["messages"], **prompt}]})
     [accepted] = parse(body, StockInfer, MEDIA).infer_requests
-    assert set(accepted.images) <= {IMAGE, "data:media/base64;base64,iVBORw0KGgo="}
+    assert set(accepted.images) <= {IMAGE, f"data:media/base64;base64,{encoded()}"}
     with pytest.raises(InvalidBody, match="takes text only"):
         parse(body, StockInfer, TEXT)
 
@@ -163,12 +176,72 @@ def test_paths_and_urls_are_no_media(source: str) -> None:
         {"videos": [source]},
         {"messages": [{"role": "user", "content": [part]}]},
         {"messages": [{"role": "user", "content": [{"type": "video", "video": [source]}]}]},
-        {"messages": [{"role": "user", "content": f"<img>{source}</img>"}]},
+        # templates merge these options into {"image": ...} for the reader of an image
+        {"images": [IMAGE], "chat_template_kwargs": {"image": source}},
+        {"videos": [IMAGE], "chat_template_kwargs": {"video": source}},
     ):
         body = encode({"infer_requests": [{"messages": ROW["messages"], **prompt}]})
-        for limits in (TEXT, MEDIA) if "<img>" not in str(prompt) else (MEDIA,):
+        for limits in (TEXT, MEDIA):
             with pytest.raises(InvalidBody):
                 parse(body, StockInfer, limits)
+
+
+def part(source: str) -> dict[str, Any]:
+    return {"type": "image", "image": source}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [
+        ({"images": [encoded("PPM")]}, "'infer_requests.0.images': must be an image: PNG"),
+        ({"images": [encoded(side=8200)]}, "'infer_requests.0.images': must have at most 67108864 pixels"),
+        ({"images": [IMAGE] * 3}, "more than 2 images in a prompt"),
+        ({"messages": [{"role": "user", "content": [part(f"data:image/x;base64,{encoded('PCX')}")]}]}, "an image: PNG"),
+        ({"messages": [{"role": "user", "content": [part(IMAGE)] * 3}]}, "more than 2 images in a prompt"),
+        ({"images": [IMAGE], "chat_template_kwargs": {"min_pixels": 2**40}}, "min_pixels must be a number of at most"),
+    ],
+)
+def test_images_in_a_request_are_limited_as_those_sent_before_it(prompt: dict[str, Any], problem: str) -> None:
+    body = encode({"infer_requests": [{"messages": ROW["messages"], **prompt}]})
+    with pytest.raises(InvalidBody) as refusal:
+        parse(body, StockInfer, MEDIA)
+    assert problem in str(refusal.value)
+
+
+@pytest.mark.parametrize("text", ["data: x y", "data:image/png;base64," + "A" * 2000, "data:," + "a" * 2000])
+def test_text_that_looks_like_media_counts_as_text(text: str) -> None:
+    text = text.ljust(2001)
+    for message in (
+        {"role": "user", "content": text},
+        {"role": "user", "content": [{"type": "text", "text": text}]},
+        {"role": "tool", "content": [part(text)]},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": text}}]},
+    ):
+        with pytest.raises(InvalidBody, match="--max_prompt_characters"):
+            parse(encode({"infer_requests": [{"messages": [message]}]}), StockInfer, MEDIA)
+    long = f"data:image/png;base64,{encoded('PNG', 3000)}"
+    assert len(long) > 2000
+    parse(encode({"infer_requests": [{"messages": [{"role": "user", "content": [part(long)]}]}]}), StockInfer, MEDIA)
+
+
+@pytest.mark.parametrize(
+    ("schema", "body"),
+    [
+        (ScoreRequest, {"tokens": ["x"] * 10**5, "weights_version": 0}),
+        (StockInfer, {"infer_requests": ["x"] * 60_000}),
+        (StockInfer, {"infer_requests": [{"messages": ["x"] * 10**5}]}),
+        (StockInfer, {"infer_requests": [{"messages": ROW["messages"], "images": [1] * 10**5}]}),
+        (StockInfer, {"infer_requests": [{"messages": ROW["messages"], "tools": [1] * 10**5}]}),
+        (StockTensor, {"name": "a", "dtype": "bool", "shape": ["x"] * 10**5}),
+        (StockTensors, {"metadatas": ["x"] * 10**5}),
+        (ScoreRequest, {str(number): number for number in range(10**5)}),
+    ],
+)
+def test_a_million_mistakes_are_described_as_few(schema: Any, body: dict[str, Any]) -> None:
+    """Describing each would keep the web server from its other clients for minutes."""
+    with pytest.raises(ValidationError) as refusal:
+        schema.model_validate(body, context=TEXT)
+    assert refusal.value.error_count() < 10
 
 
 def test_a_prompt_may_fill_the_engines_context() -> None:
