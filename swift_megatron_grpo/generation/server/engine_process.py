@@ -22,6 +22,7 @@ from swift.infer_engine.protocol import ChatCompletionResponse, RolloutInferRequ
 from swift.pipelines.infer import rollout
 from swift.utils import get_logger
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
 
 from swift_megatron_grpo.data.images import portable_images
@@ -248,9 +249,11 @@ class EngineCommands:
     async def _unless_engine_failed(self, command: pipe.Command, **arguments: Any) -> Any:
         try:
             return await command(**arguments)
-        except Exception:
+        except Exception as error:
             if self._engine.engine.errored:  # report the exit of this process instead of a failed command
                 await asyncio.Event().wait()
+            if isinstance(error, VLLMValidationError):  # which is a ValueError in some versions of vLLM only
+                raise InvalidRequest(error.args[0]) from error  # without the value that its text repeats
             raise
 
     async def describe(self) -> dict[str, Any]:
@@ -327,6 +330,8 @@ class EngineCommands:
 
     async def score_text(self, tokens: list[int], image: str | None) -> dict[str, Any]:
         """Compute the text's log-probs on each data-parallel replica, because each has its own copy of the weights."""
+        if image is not None and tokens.count(self._engine.template.processor.image_token_id) != 1:
+            raise InvalidRequest("'tokens' must have one placeholder of the image")
         text = ScoredText(tokens, None if image is None else base64.b64decode(image))
         replicas = self._engine.engine.vllm_config.parallel_config.data_parallel_size
         logprobs = await asyncio.gather(*(self._score(text, replica) for replica in range(replicas)))

@@ -125,6 +125,7 @@ class RolloutRoutes:
         self._instance = uuid.uuid4().hex
         self._lease = RunLease()
         self.weights_version = NO_WEIGHTS
+        self._has_checksums = False  # a load that collected them is complete
         self._hub: Hub | None = None  # at which the processes of the current group meet
         self._joining: asyncio.Task[Any] | None = None
         self.router = APIRouter()
@@ -214,6 +215,8 @@ class RolloutRoutes:
         """Return what each worker has of the weights that it received last."""
         if run is not None:  # a client without a run may read them
             self._require_lease(run)
+        if not self._has_checksums:
+            raise HTTPException(CONFLICT, "no weights have been received with collect_checksums true")
         return await self._commands.call("held_weights")
 
     async def leave(self, run: Run) -> dict[str, Any]:
@@ -272,7 +275,9 @@ class RolloutRoutes:
             report = await self._without_tokens("receive", lora=body.lora, collect_checksums=body.collect_checksums)
         except HTTPException:
             self._joining = None  # the workers have left the group
+            self._has_checksums = False
             raise
+        self._has_checksums = self._has_checksums or body.collect_checksums
         if self._lease.is_held_by(run):
             self.weights_version = body.version
         return report

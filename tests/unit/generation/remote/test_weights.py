@@ -99,9 +99,7 @@ def send(engine: RemoteVllm) -> None:
 
 
 @pytest.mark.parametrize("fault", ["is killed", "answers nonsense"])
-def test_a_server_that_fails_before_the_connection_is_lost_alone(
-    events: EventLoopThread, fault: str
-) -> None:
+def test_a_server_that_fails_before_the_connection_is_lost_alone(events: EventLoopThread, fault: str) -> None:
     receivers = [Receiver(fault), Receiver()]
     engine = engine_of(events, receivers)
     send(engine)

@@ -7,13 +7,15 @@ import json
 import time
 from typing import Any
 
+import pytest
+from fastapi import HTTPException
 from starlette.requests import Request
 
 from swift_megatron_grpo.generation.protocol.messages import CONFLICT, NO_WEIGHTS, RUN_IDLE_SECONDS, RunIdentity
 from swift_megatron_grpo.generation.server.gate import _BODY
 from swift_megatron_grpo.generation.server.health import EngineHealth
 from swift_megatron_grpo.generation.server.routes import RolloutRoutes, RunLease
-from swift_megatron_grpo.generation.server.schema import ContentLimits, GenerateBatch, parse
+from swift_megatron_grpo.generation.server.schema import ContentLimits, GenerateBatch, ReceiveRequest, parse
 
 LIMITS = ContentLimits(8, 8, 1000, 64, 100, accepts_media=False, images=0)
 RUN = RunIdentity("run", "secret")
@@ -65,6 +67,30 @@ def test_weights_that_arrive_before_a_request_reaches_the_engine_refuse_it() -> 
         engine = Engine()
         refusals = asyncio.run(answers(served(engine), arrives))
         assert [answer["status"] for answer in refusals] == [CONFLICT, CONFLICT] and engine.commands == []
+
+
+def test_checksums_are_read_only_after_a_load_that_collected_them() -> None:
+    """The workers would fail."""
+    engine = Engine()
+    server = served(engine)
+    with pytest.raises(HTTPException, match="collect_checksums") as refused:
+        asyncio.run(server.held_weights(RUN))
+    assert refused.value.status_code == CONFLICT and engine.commands == []
+
+    async def receive(collect_checksums: bool) -> None:
+        server._joining = asyncio.create_task(engine.call("join"))
+        body = parse(
+            json.dumps({"version": 4, "lora": False, "collect_checksums": collect_checksums}).encode(),
+            ReceiveRequest,
+            LIMITS,
+        )
+        await server.receive(Request({"type": "http", _BODY: body}), RUN)
+
+    asyncio.run(receive(False))
+    with pytest.raises(HTTPException):
+        asyncio.run(server.held_weights(RUN))
+    asyncio.run(receive(True))
+    assert asyncio.run(server.held_weights(RUN)) == {"text": "hi"}
 
 
 A, B = RunIdentity("a", "secret of a"), RunIdentity("b", "secret of b")

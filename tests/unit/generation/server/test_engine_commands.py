@@ -1,0 +1,40 @@
+"""Errors in requests are the fault of the client, also if vLLM finds them, or would fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.exceptions import VLLMValidationError
+
+from swift_megatron_grpo.generation.protocol.messages import InvalidRequest
+from swift_megatron_grpo.generation.server.engine_process import EngineCommands
+
+
+def run(call: Callable[[EngineCommands], Awaitable[Any]]) -> None:
+    """Await what `call` returns for the commands of an engine that runs; it generates nothing here."""
+    processor = SimpleNamespace(process_outputs=None)
+    template = SimpleNamespace(processor=SimpleNamespace(image_token_id=7))
+    engine: Any = SimpleNamespace(engine=SimpleNamespace(errored=False, output_processor=processor), template=template)
+
+    async def scenario() -> None:
+        await call(EngineCommands(engine, None, max_media_bytes=1))
+
+    asyncio.run(scenario())
+
+
+def test_a_refusal_by_vllm_is_the_clients_fault() -> None:
+    async def command() -> None:
+        raise VLLMValidationError("temperature must be in [0, 2]", parameter="temperature", value="a long value")
+
+    with pytest.raises(InvalidRequest, match=r"^temperature must be in \[0, 2\]$"):
+        run(lambda commands: commands._unless_engine_failed(command))
+
+
+@pytest.mark.parametrize("tokens", [[1, 2], [7, 1, 7]])
+def test_a_text_to_score_has_one_place_for_its_image(tokens: list[int]) -> None:
+    with pytest.raises(InvalidRequest, match="'tokens' must have one placeholder of the image"):
+        run(lambda commands: commands.commands["score_text"](tokens=tokens, image="iVBORw0KGgo="))
