@@ -31,7 +31,7 @@ args=(
 
     # Data and rewards.
     --dataset "${DATASET:?set a file or hub name}" # one JSON object per line, with `messages`
-    --reward_funcs accuracy                  # needs pip install "swift-megatron-grpo[math]" and a column `solution`
+    --reward_funcs accuracy                  # needs pip install ".[math]" and a column `solution`
 
     # Batch sizes count completions.
     --num_generations 8                      # completions per prompt

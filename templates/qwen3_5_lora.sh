@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO of a LoRA adapter on Qwen3.5 with text rows. The image part stays frozen, and vLLM leaves it out.
 #   MODEL=Qwen/Qwen3.5-4B DATASET=data.jsonl OUTPUT=output templates/qwen3_5_lora.sh [flags that override these]
-# On GPUs it needs flash-linear-attention, which pip install "swift-megatron-grpo[gpu]" brings. docs/models.md lists the
+# On GPUs it needs flash-linear-attention, which pip install ".[gpu]" brings. docs/models.md lists the
 # other types of models with an image part. DATASET: one JSON object per line, with `messages` and the columns that the
 # reward functions read (`solution` for accuracy).
 set -euo pipefail
@@ -33,7 +33,7 @@ args=(
 
     # Data and rewards.
     --dataset "${DATASET:?set a file or hub name}" # one JSON object per line, with `messages`
-    --reward_funcs accuracy                  # needs pip install "swift-megatron-grpo[math]" and a column `solution`
+    --reward_funcs accuracy                  # needs pip install ".[math]" and a column `solution`
 
     # Batch sizes count completions.
     --num_generations 8                      # completions per prompt

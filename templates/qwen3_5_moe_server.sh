@@ -3,7 +3,7 @@
 #   MODEL=Qwen/Qwen3.5-35B-A3B DATASET=data.jsonl OUTPUT=output templates/qwen3_5_moe_server.sh [trainer flags]
 # Two GPUs generate and two train. All other flags are in moe_server.sh and dense_server.sh, and the latter describes how
 # to start servers separately (`qwen3_5_moe_server.sh serve`). On GPUs it needs flash-linear-attention, which
-# pip install "swift-megatron-grpo[gpu]" brings.
+# pip install ".[gpu]" brings.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 

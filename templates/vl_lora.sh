@@ -33,7 +33,7 @@ args=(
     # Data and rewards.
     --dataset "${DATASET:?set a file or hub name}" # one JSON object per line, with `messages` and `images`
     --max_pixels 602112                      # larger images are scaled down: 768 tokens of 28 x 28 pixels
-    --reward_funcs accuracy                  # needs pip install "swift-megatron-grpo[math]" and a column `solution`
+    --reward_funcs accuracy                  # needs pip install ".[math]" and a column `solution`
 
     # Batch sizes count completions.
     --num_generations 8                      # completions per prompt

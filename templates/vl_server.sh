@@ -59,7 +59,7 @@ train() {
         --dataset "${DATASET:?set a file or hub name}" # one JSON object per line, with `messages` and `images`
         --max_pixels "$MAX_PIXELS"               # of one image
         --load_from_cache_file true              # reuse the preprocessed dataset of an earlier run
-        --reward_funcs accuracy                  # needs pip install "swift-megatron-grpo[math]" and a column `solution`
+        --reward_funcs accuracy                  # needs pip install ".[math]" and a column `solution`
 
         # Batch sizes count completions. A rollout has 192 = 24 prompts * 8 and is trained in two optimizer steps of 96.
         --num_generations 8                      # completions per prompt

