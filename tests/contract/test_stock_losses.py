@@ -6,16 +6,18 @@ ms-swift's errors appear only with several micro batches.
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 from functools import cache
 from typing import Any
 
 import numpy
 import pytest
 
-from swift_megatron_grpo.training.loss import effective_sample_size
+from swift_megatron_grpo.training.loss import LOSSES, effective_sample_size
 from tests.support.interpreter import printed_result
-from tests.support.loss_cases import CASES, LENGTHS, Case
+from tests.support.loss_cases import CASES, LENGTHS, OF_MS_SWIFT, Case
 from tests.unit.training.loss.losses import Step, make_step, run
 
 
@@ -24,6 +26,15 @@ def stock() -> dict[str, Any]:
     code = "from tests.programs.contract import stock_losses; stock_losses.main()"
     results: dict[str, Any] = printed_result(code)
     return results
+
+
+def test_the_losses_of_ms_swift_are_compared_and_no_others() -> None:
+    """A loss that only this package has needs no entry here."""
+    from swift.megatron.trainers.grpo_trainer import MegatronGRPOTrainer
+
+    source = inspect.getsource(MegatronGRPOTrainer.loss_func)
+    compared = re.findall(r"self\.loss_type (?:==|in) (\[.*?\]|'.*?')", source)
+    assert {name for names in compared for name in re.findall(r"'(\w+)'", names)} == set(OF_MS_SWIFT) <= set(LOSSES)
 
 
 def prepared(case: Case) -> Step:
