@@ -35,13 +35,14 @@ SECTIONS = {
     "Losses": {
         "training/loss/total.py": ["make_loss", "Loss", "reads_entropy"],
         "training/loss/terms.py": ["TokenOutput", "Terms"],
+        "training/loss/plugins.py": ["register_loss", "register_metric"],
         "training/loss/averages.py": ["token_mean", "sequence_mean", "over_tokens", "over_sequences", "over_budget"],
         "training/loss/kl.py": ["k1", "k2", "k3"],
     },
     "Rewards and advantages": {
         "grading/rewards.py": ["RewardFunctions", "call_reward_functions", "RewardError", "gym_reward"],
         "grading/results.py": ["total_rewards", "add_advantages", "BadReward"],
-        "grading/advantages.py": ["group_advantages", "gdpo_advantages"],
+        "grading/advantages.py": ["group_advantages", "gdpo_advantages", "register_estimator"],
     },
 }  # by heading and file; names in the order of the page
 

@@ -165,16 +165,16 @@ def _is_described(field: ast.AnnAssign) -> bool:
 
 
 def _described(group: str, field: ast.AnnAssign, aliases: dict[str, tuple[str, ...]], module: ast.Module) -> Flag:
-    """Read `name: Annotated[type, Range] = flag(default, help, ...)`."""
+    """Read `name: Annotated[type, Range or OneOf] = flag(default, help, ...)`."""
     assert isinstance(field.target, ast.Name) and isinstance(field.value, ast.Call)
     annotation, range_ = field.annotation, None
     if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Annotated":
         assert isinstance(annotation.slice, ast.Tuple)
-        annotation, *described = annotation.slice.elts
-        range_ = _range(described[0], module)
+        annotation, valid = annotation.slice.elts
+        range_ = None if ast.unparse(valid).startswith("OneOf(") else _range(valid, module)
     default, text = map(ast.literal_eval, field.value.args)
     example = next((ast.literal_eval(word.value) for word in field.value.keywords if word.arg == "example"), "")
-    choices = _choices(annotation, aliases)
+    choices = _choices(field.annotation, aliases)
     name = field.target.id
     return Flag(name, group, _type(annotation), choices, default, text.replace("%%", "%"), example, range_)
 
@@ -214,10 +214,15 @@ def _type(annotation: ast.expr) -> str:
 
 
 def _aliases(path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the names of Literals."""
-    for node in ast.parse(path.read_text()).body:
+    """Yield the names of Literals, and of tables of OneOf, with their values."""
+    source = path.read_text()
+    for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("Literal["):
             yield ast.unparse(node.targets[0]), _choices(node.value, {})
+        if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict):
+            name = ast.unparse(node.target)
+            if f"OneOf({name})" in source:
+                yield name, tuple(ast.literal_eval(key) for key in node.value.keys if key is not None)
 
 
 if __name__ == "__main__":

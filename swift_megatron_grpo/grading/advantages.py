@@ -7,16 +7,15 @@ is 0. A completion that has no other completion to be compared with also gets ad
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
-if TYPE_CHECKING:
-    from swift_megatron_grpo.settings.config import Estimator, ScaleRewards  # needs torch
+from swift_megatron_grpo.settings.algorithm import ESTIMATORS, Estimator, ScaleRewards
 
 _EPSILON = 1e-4  # ms-swift's
 _GDPO_EPSILON = 1e-8  # ms-swift's
 _LARGEST = 3.4028234663852886e38  # the largest finite fp32 value; ms-swift stores rewards in fp32
 Rewards = Sequence[float | None]
+Baseline = Callable[[Sequence[float]], Sequence[float]]  # at least two rewards -> rewards minus their baselines
 
 
 def total_reward(rewards: Rewards, weights: Sequence[float]) -> float | None:
@@ -29,7 +28,7 @@ def total_reward(rewards: Rewards, weights: Sequence[float]) -> float | None:
 
 
 def group_advantages(
-    rewards: Rewards, num_generations: int, scale: ScaleRewards, estimator: Estimator = "grpo"
+    rewards: Rewards, num_generations: int, scale: ScaleRewards, estimator: str = "grpo"
 ) -> list[float]:
     """Compute advantages: reward minus baseline, divided by spread + 1e-4.
 
@@ -44,15 +43,14 @@ def group_advantages(
     group                      the rewards of the group
     batch                      all rewards; for reinforce_plus_plus, all rewards minus their baselines
     none                       advantages are not divided: https://arxiv.org/abs/2503.20783
+
+    Plugins add estimators with `register_estimator`.
     """
     if len(rewards) % num_generations:
         raise ValueError(f"{len(rewards)} rewards cannot be split into groups of {num_generations}")
     groups = [rewards[start : start + num_generations] for start in range(0, len(rewards), num_generations)]
-    if estimator == "reinforce_plus_plus_plain":
-        centred = _subtract_mean(rewards)
-    else:
-        subtract_baseline = _subtract_mean_of_others if estimator == "rloo" else _subtract_mean
-        centred = [value for group in groups for value in subtract_baseline(group)]
+    compared = groups if ESTIMATORS[estimator].has_groups else [rewards]
+    centred = [value for members in compared for value in _centre(members, BASELINES[estimator])]
 
     if scale == "none":
         return [value or 0.0 for value in centred]
@@ -66,19 +64,60 @@ def group_advantages(
     ]
 
 
-def _subtract_mean(rewards: Rewards) -> list[float | None]:
-    """Subtract the mean of the valid rewards; return only None if there are fewer than two."""
+def _centre(rewards: Rewards, subtract_baseline: Baseline) -> list[float | None]:
+    """Subtract the baseline of the valid rewards; return only None if there are fewer than two."""
     values = valid(rewards)
     if len(values) < 2:
         return [None] * len(rewards)
-    centre = mean(values)
-    return [None if reward is None else reward - centre for reward in rewards]
+    centred = iter(subtract_baseline(values))
+    return [None if reward is None else next(centred) for reward in rewards]
 
 
-def _subtract_mean_of_others(rewards: Rewards) -> list[float | None]:
+def _subtract_mean(rewards: Sequence[float]) -> list[float]:
+    centre = mean(rewards)
+    return [reward - centre for reward in rewards]
+
+
+def _subtract_mean_of_others(rewards: Sequence[float]) -> list[float]:
     """Subtract from each reward the mean of the others: r - (sum - r) / (n - 1) equals n / (n - 1) * (r - mean)."""
-    count = len(valid(rewards))
-    return [None if value is None else value * count / (count - 1) for value in _subtract_mean(rewards)]
+    count = len(rewards)
+    return [value * count / (count - 1) for value in _subtract_mean(rewards)]
+
+
+BASELINES: dict[str, Baseline] = {
+    "grpo": _subtract_mean,
+    "rloo": _subtract_mean_of_others,
+    "reinforce_plus_plus": _subtract_mean,
+    "reinforce_plus_plus_plain": _subtract_mean,
+}
+
+
+def register_estimator(
+    name: str, *, scale_rewards: ScaleRewards, kl_in_reward: bool = False, has_groups: bool = True
+) -> Callable[[Baseline], Baseline]:
+    """Decorate a function that `--advantage_estimator NAME` selects, in a file of `--external_plugins`.
+
+    It takes the valid rewards of one prompt's completions, at least two, or with `has_groups=False` those of the whole
+    rollout, and returns each minus its baseline. `scale_rewards` and `kl_in_reward` are the defaults of these flags.
+    """
+
+    def register(subtract_baseline: Baseline) -> Baseline:
+        def checked(rewards: Sequence[float]) -> Sequence[float]:
+            centred = subtract_baseline(rewards)
+            if len(centred) != len(rewards) or not all(map(math.isfinite, centred)):
+                typed = f"--advantage_estimator {name}"
+                raise ValueError(f"{typed} returns {centred} for {rewards}; return a finite number for each reward")
+            return centred
+
+        if name in ESTIMATORS:
+            raise ValueError(f"there is an advantage estimator {name!r} already; use another name")
+        for rewards in ([1.0, 0.0, 3.0], [2.0, 2.0]):
+            checked(rewards)
+        ESTIMATORS[name] = Estimator(scale_rewards, kl_in_reward, has_groups)
+        BASELINES[name] = checked
+        return subtract_baseline
+
+    return register
 
 
 def gdpo_advantages(
@@ -98,7 +137,7 @@ def gdpo_advantages(
         for function, weight in enumerate(weights):
             column = [scores[i][function] if rewards[i] is not None else None for i in group]
             spread = standard_deviation(valid(column)) + _GDPO_EPSILON
-            for i, centred in zip(group, _subtract_mean(column), strict=True):
+            for i, centred in zip(group, _centre(column, _subtract_mean), strict=True):
                 partial_sum = sums[i]
                 if centred is not None and partial_sum is not None:
                     sums[i] = partial_sum + weight * centred / spread

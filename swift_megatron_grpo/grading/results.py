@@ -19,7 +19,8 @@ from swift_megatron_grpo.grading.rewards import Scores, describe
 from swift_megatron_grpo.types import Graded, Outcome, Rollout
 
 if TYPE_CHECKING:
-    from swift_megatron_grpo.settings.config import GradingConfig, ScaleRewards  # needs torch
+    from swift_megatron_grpo.settings.algorithm import ScaleRewards
+    from swift_megatron_grpo.settings.config import GradingConfig  # needs torch
 
 _ZERO = 1e-8  # below it, ms-swift counts a standard deviation as 0
 _SHOWN = 3

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from swift_megatron_grpo.settings.config import Estimator, ScaleRewards
-from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, Range, flag, rule
+from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, OneOf, Range, flag, rule
 from swift_megatron_grpo.settings.losses import Kl, LossConfig
 
-WITHOUT_GROUPS = "reinforce_plus_plus_plain"  # its baseline is the mean of the whole rollout
+ScaleRewards = Literal["group", "batch", "none", "gdpo"]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimator:
+    """The defaults of an advantage estimator, and what it compares."""
+
+    scale_rewards: ScaleRewards
+    kl_in_reward: bool
+    has_groups: bool = True  # False: its baseline is that of the whole rollout, and one completion per prompt is enough
+
+
+WITHOUT_GROUPS = "reinforce_plus_plus_plain"
+# By --advantage_estimator, with ms-swift's defaults. Their baselines are in grading/advantages.py. Plugins add to both.
+ESTIMATORS: dict[str, Estimator] = {
+    "grpo": Estimator("group", kl_in_reward=False),
+    "rloo": Estimator("none", kl_in_reward=True),
+    "reinforce_plus_plus": Estimator("batch", kl_in_reward=True),
+    "reinforce_plus_plus_plain": Estimator("batch", kl_in_reward=True, has_groups=False),
+}
 
 
 class Algorithm(Flags):
     """Loss, advantages and KL; training, grading and the loop read it."""
 
-    advantage_estimator: Estimator = flag(
+    advantage_estimator: Annotated[str, OneOf(ESTIMATORS)] = flag(
         "grpo",
         "The baseline that is subtracted from a reward. grpo: the mean of the prompt's completions. rloo: the mean of "
         "the prompt's other completions. reinforce_plus_plus: the baseline of grpo, with advantages scaled over the "
@@ -35,18 +54,23 @@ class Algorithm(Flags):
     global_batch_size: int
     max_tokens_per_micro_batch: int | None
 
+    @property
+    def _has_groups(self) -> bool:
+        estimator = self.advantage_estimator
+        return estimator not in ESTIMATORS or ESTIMATORS[estimator].has_groups
+
     @rule
     def completions_can_be_compared(self) -> Faults:
         estimator, scale, kl_in_reward = self.advantage_estimator, self.scale_rewards, self.kl.kl_in_reward
         if kl_in_reward is None:
             kl_in_reward = estimator != "grpo"
-        if self.num_generations == 1 and estimator != WITHOUT_GROUPS:
+        if self.num_generations == 1 and self._has_groups:
             yield (
                 f"num_generations ({self.num_generations}) must be at least 2: an advantage compares the completions "
                 "of one prompt, and a single completion would always get 0; use --num_generations 8, or "
                 f"--advantage_estimator {WITHOUT_GROUPS}, which compares all completions of a rollout"
             )
-        if estimator == WITHOUT_GROUPS and scale == "group":
+        if not self._has_groups and scale == "group":
             yield (
                 f"--advantage_estimator {estimator} has no groups, so --scale_rewards group has no meaning; use "
                 "--scale_rewards batch or none"
@@ -78,8 +102,8 @@ class Algorithm(Flags):
                 f"of num_generations ({group}); use --micro_batch_size {-(-size // group) * group} and a "
                 "--global_batch_size that is a multiple of it"
             )
-        if self.advantage_estimator == WITHOUT_GROUPS:
-            yield f"--loss_type real needs groups; use --advantage_estimator grpo, not {WITHOUT_GROUPS}"
+        if not self._has_groups:
+            yield f"--loss_type real needs groups; use --advantage_estimator grpo, not {self.advantage_estimator}"
         token_flags = [
             ("importance_sampling_level", self.loss.importance_sampling_level, "token"),
             ("top_entropy_quantile", self.top_entropy_quantile, 1.0),
@@ -129,6 +153,5 @@ class Algorithm(Flags):
 
 
 def defaults_of(estimator: str) -> dict[str, Any]:
-    """Return the defaults that ms-swift derives from the estimator."""
-    scales = {"grpo": "group", "rloo": "none"}
-    return {"scale_rewards": scales.get(estimator, "batch"), "kl_in_reward": estimator != "grpo"}
+    """Return the flags that follow from the estimator where the user has not set them, as in ms-swift."""
+    return {name: getattr(ESTIMATORS[estimator], name) for name in ("scale_rewards", "kl_in_reward")}

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 
 from swift_megatron_grpo.settings.adapter import Adapter
+from swift_megatron_grpo.settings.algorithm import ScaleRewards
 from swift_megatron_grpo.settings.batches import BatchSizes, MicroBatches
 from swift_megatron_grpo.settings.flag import Flags
 from swift_megatron_grpo.settings.losses import Kl, LossConfig
@@ -20,8 +21,6 @@ from swift_megatron_grpo.settings.trained import Offloading
 from swift_megatron_grpo.types import Quantization
 
 BadRewardPolicy = Literal["stop", "drop"]
-ScaleRewards = Literal["group", "batch", "none", "gdpo"]
-Estimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_plain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +120,7 @@ class GradingConfig:
     reward_weights: tuple[float, ...]  # one per reward function
     scale_rewards: ScaleRewards
     bad_reward: BadRewardPolicy
-    estimator: Estimator = "grpo"
+    estimator: str = "grpo"
     overlong_filter: bool = False  # truncated completions count in baselines but are not trained
     max_resample_times: int = 0  # rounds that replace groups of equal rewards; 0: --dynamic_sample is off
 

@@ -5,6 +5,7 @@
         ddp_timeout: Annotated[int, AtLeast(1, use=18000000)]  # ms-swift's: it has a default, and gets a range here
         tau_pos: float = 1.0  # ms-swift's, with its default, where this package reads that as well
         rollout_only: bool  # described in another class, and read here
+        loss_type: Annotated[str, OneOf(CLIPS_RATIO)] = "grpo"  # the keys of a table, to which plugins add theirs
 
         @rule
         def ends_in_time(self) -> Faults:
@@ -22,7 +23,7 @@ import dataclasses
 import inspect
 import math
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from enum import Enum
 from types import NoneType
@@ -63,6 +64,13 @@ def AtLeast(low: float, *, use: float | str, why: str = "") -> Range:
 
 def Above(low: float, *, use: float | str, why: str = "") -> Range:
     return Range(low, use, above_low=True, why=why)
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """The valid values of a text, as far as they are known by now: plugins may add to them."""
+
+    known: Collection[str]
 
 
 def flag(default: Any, help: str, *, example: str = "") -> Any:
@@ -126,11 +134,9 @@ class Flags:
                 yield str(fault)
 
     def _choice_faults(self) -> Faults:
-        for name, hint in _read(type(self)).hints.items():
-            literals = [kind for kind in (hint, *typing.get_args(hint)) if typing.get_origin(kind) is Literal]
-            known = [choice for literal in literals for choice in typing.get_args(literal)]
+        for name, known in _read(type(self)).choices.items():
             value = getattr(self, name)
-            if known and value is not None and value not in known:
+            if value is not None and value not in known:
                 yield f"--{name} {value}: unknown value; use --{name} {' or '.join(map(str, known))}"
 
     def _range_faults(self) -> Faults:
@@ -151,6 +157,7 @@ class _Class:
 
     hints: Mapping[str, Any]  # the types of its fields, without ranges
     ranges: Mapping[str, tuple[Range, bool]]  # by flag, each with whether the flag may be left unset (None)
+    choices: Mapping[str, Collection[Any]]  # by flag
     # each with the facts that it needs, and whether it holds only before ms-swift resolves the flags
     rules: Sequence[tuple[Callable[..., Any], tuple[str, ...], bool]]
 
@@ -160,15 +167,26 @@ _CLASSES: dict[Any, _Class] = {}  # reading annotations takes longer than all ru
 
 def _read(group: Any) -> _Class:
     if group not in _CLASSES:
+        hints = typing.get_type_hints(group)
         found = {}
+        choices: dict[str, Collection[Any]] = {name: _literals(hint) for name, hint in hints.items() if _literals(hint)}
         for name, hint in typing.get_type_hints(group, include_extras=True).items():
             if typing.get_origin(hint) is Annotated:
-                [valid] = (extra for extra in hint.__metadata__ if isinstance(extra, Range))
-                found[name] = (valid, NoneType in typing.get_args(hint.__origin__))
+                [valid] = hint.__metadata__
+                if isinstance(valid, OneOf):
+                    choices[name] = valid.known
+                else:
+                    found[name] = (valid, NoneType in typing.get_args(hint.__origin__))
         methods = [method for method in vars(group).values() if "rule" in getattr(method, "__dict__", ())]
         rules = [(m, tuple(inspect.signature(m).parameters)[1:], m.__dict__["rule"]) for m in methods]
-        _CLASSES[group] = _Class(typing.get_type_hints(group), found, rules)
+        _CLASSES[group] = _Class(hints, found, choices, rules)
     return _CLASSES[group]
+
+
+def _literals(hint: Any) -> list[Any]:
+    """Return the values of the Literals in a type."""
+    kinds = [kind for kind in (hint, *typing.get_args(hint)) if typing.get_origin(kind) is Literal]
+    return [choice for kind in kinds for choice in typing.get_args(kind)]
 
 
 def ranges(group: type[Flags]) -> Mapping[str, tuple[Range, bool]]:

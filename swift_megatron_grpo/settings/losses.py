@@ -5,13 +5,22 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Annotated, Literal
 
-from swift_megatron_grpo.settings.flag import Above, AtLeast, Faults, Flags, flag, rule
+from swift_megatron_grpo.settings.flag import Above, AtLeast, Faults, Flags, OneOf, flag, rule
 
-LossName = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "real", "fipo"]
 RatioLevel = Literal["token", "sequence", "sequence_token"]
 KlEstimator = Literal["k1", "abs", "k2", "k3"]
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "fipo")  # the losses that clip the ratio
+# By --loss_type: does the loss clip the ratio? The functions are training.loss.LOSSES. Plugins add to both.
+CLIPS_RATIO = {
+    "grpo": True,
+    "bnpo": True,
+    "dr_grpo": True,
+    "dapo": True,
+    "cispo": False,
+    "sapo": False,
+    "real": False,
+    "fipo": True,
+}
 
 
 class Sapo(Flags):
@@ -73,7 +82,7 @@ class Kl(Flags):
 class LossConfig(Flags):
     """The policy loss and its KL and entropy terms; training reads it."""
 
-    loss_type: LossName | None = None
+    loss_type: Annotated[str | None, OneOf(CLIPS_RATIO)] = None
     epsilon: Annotated[float, AtLeast(0, use=0.2)] = 0.2
     epsilon_high: Annotated[float | None, AtLeast(0, use=0.2)] = None
     importance_sampling_level: RatioLevel = "token"
@@ -113,7 +122,7 @@ class LossConfig(Flags):
         for name, bound in (("delta", self.delta), ("dual_clip", self.dual_clip)):
             if bound is None:
                 continue
-            if self.name not in CLIPPED:
+            if not CLIPS_RATIO.get(self.name):
                 yield (
                     f"--{name} {bound} bounds a clipped ratio, and --loss_type {self.name} does not clip ratios; leave "
                     "it out"

@@ -6,6 +6,7 @@ Every algorithm learns the quickstart's task.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,26 @@ def test_tokens_are_selected_by_entropy(runs: dict[str, Finished]) -> None:
     for step in runs["pp2"].log:
         assert 0 < step["entropy/entropy_min"] <= step["entropy/entropy_mean"] <= step["entropy/entropy_max"] < 5.6
         assert 5 < step["entropy/entropy_threshold"] < 5.6
+
+
+def test_a_loss_an_estimator_and_a_metric_of_a_users_file_train(folder: Path, dense: Path, dataset: Path) -> None:
+    page = (REPOSITORY / "docs" / "algorithms.md").read_text()
+    [example] = re.findall(r"```python\n(# my_algorithm\.py\n.*?)```", page, re.DOTALL)
+    plugin = folder / "my_algorithm.py"
+    plugin.write_text(example)
+    run = megatron_rlhf(
+        dense,
+        dataset,
+        folder / "users",
+        ranks=1,
+        flags=[*CANNED, str(plugin), "--loss_type", "topr", "--advantage_estimator", "median",
+               "--steps_per_generation", "2", "--train_iters", "2"],
+    )  # fmt: skip
+    assert run.code == 0, run.output[-4000:]
+    first, second = run.log
+    assert first["topr/truncated"] == 0 < second["topr/truncated"] < 1  # the second step is off-policy
+    assert 0 < first["mine/good_tokens"] < 1
+    assert min(first["grad_norm"], second["grad_norm"]) > 0
 
 
 @pytest.mark.slow

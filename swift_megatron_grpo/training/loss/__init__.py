@@ -11,6 +11,7 @@ sync and no collective. m: trained tokens of the micro batch, s: its sequences.
     kl.py          KL estimators
     correction.py  rollout correction: importance weights, masks, metrics
     averages.py    token values to the micro batch's share of the step
+    plugins.py     losses and metrics of --external_plugins
 """
 
 from swift_megatron_grpo.training.loss.correction import effective_sample_size

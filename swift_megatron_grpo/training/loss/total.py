@@ -26,6 +26,7 @@ from swift_megatron_grpo.training.loss.terms import Metrics, Terms, TokenOutput
 
 LossFunction = Callable[[MicroBatch, TokenOutput], tuple[torch.Tensor, Metrics]]
 PolicyLoss = Callable[[Terms, LossConfig], tuple[torch.Tensor, Metrics]]
+MetricFunction = Callable[[Terms, LossConfig], Metrics]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class Loss:
 
     policy: PolicyLoss | None  # per token; None: REAL, the loss of whole groups
     average: Average
+    reads_entropy: bool = False
 
 
 LOSSES: dict[str, Loss] = {
@@ -46,6 +48,7 @@ LOSSES: dict[str, Loss] = {
     "fipo": Loss(policies.fipo, over_tokens),
     "real": Loss(None, over_tokens),
 }
+MORE_METRICS: list[MetricFunction] = []  # of plugins, for every loss
 
 
 def make_loss(config: LossConfig) -> LossFunction:
@@ -55,7 +58,7 @@ def make_loss(config: LossConfig) -> LossFunction:
 
 def reads_entropy(config: LossConfig) -> bool:
     """Return True if the model must compute entropies for this loss."""
-    return config.log_entropy or config.entropy_coef != 0
+    return config.log_entropy or config.entropy_coef != 0 or LOSSES[config.name].reads_entropy
 
 
 def loss(batch: MicroBatch, output: TokenOutput, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
@@ -92,6 +95,8 @@ def loss(batch: MicroBatch, output: TokenOutput, config: LossConfig) -> tuple[to
         metrics["entropy/entropy_mean"] = sequence_mean(of_sequences, batch)
         metrics["entropy/entropy_max"] = sequence_max(of_sequences, batch)
         metrics["entropy/entropy_min"] = sequence_min(of_sequences, batch)
+    for more in MORE_METRICS:
+        metrics |= more(terms, config)
     return total, metrics
 
 

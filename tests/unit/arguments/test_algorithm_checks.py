@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.settings import config
-from swift_megatron_grpo.settings.algorithm import Algorithm, defaults_of
-from swift_megatron_grpo.settings.losses import Correction, Fipo, Kl, LossConfig, LossName, Sapo
+from swift_megatron_grpo.grading.advantages import BASELINES
+from swift_megatron_grpo.settings.algorithm import ESTIMATORS, Algorithm, defaults_of
+from swift_megatron_grpo.settings.losses import CLIPS_RATIO, Correction, Fipo, Kl, LossConfig, Sapo
 from swift_megatron_grpo.training.loss import LOSSES
 from tests.unit.arguments.test_grpo_arguments import model, refuse, typed  # noqa: F401  (fixtures)
 from tests.unit.settings.flags import faults, of
@@ -68,7 +68,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
 ACCEPTED: list[dict[str, Any]] = [
     {},
     *({"loss_type": name, "micro_batch_size": 8} for name in LOSSES),
-    *({"advantage_estimator": name} for name in get_args(config.Estimator)),
+    *({"advantage_estimator": name} for name in ESTIMATORS),
     {"advantage_estimator": "reinforce_plus_plus_plain", "num_generations": 1},
     {"scale_rewards": "gdpo"},
     {"scale_rewards": "gdpo", "kl_in_reward": True, "beta": 0.0},
@@ -98,8 +98,8 @@ def test_valid_combinations_are_accepted(changes: dict[str, Any]) -> None:
     assert faults_of(changes) == ""
 
 
-def test_the_choices_are_those_of_losses() -> None:
-    assert set(get_args(LossName)) == set(LOSSES)
+def test_the_choices_are_those_of_losses_and_estimators() -> None:
+    assert set(CLIPS_RATIO) == set(LOSSES) and set(ESTIMATORS) == set(BASELINES)
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus"])

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swift_megatron_grpo.grading.results import BadReward, add_advantages, outcome_metrics, total_rewards
-from swift_megatron_grpo.settings.config import BadRewardPolicy, GradingConfig, ScaleRewards
+from swift_megatron_grpo.settings.algorithm import ScaleRewards
+from swift_megatron_grpo.settings.config import BadRewardPolicy, GradingConfig
 from swift_megatron_grpo.types import Graded, Rollout
 from tests.unit.grading.test_rewards import SCALES, make_rollouts, reward
 
