@@ -38,6 +38,7 @@ _NOT_FOR_REWARDS = frozenset(  # columns that ms-swift does not pass to reward f
     ("add_eos", "response_loss_mask", "rollout_logprobs", "routed_experts", "is_truncated", "rewards", "advantages")
     + ("teacher_prompt", "teacher_images", "teacher_messages")
 )
+_MOST_SHOWN = 2000  # characters of an error or a value; all ranks repeat them
 _TIMED_OUT = object()
 
 
@@ -69,8 +70,7 @@ def call_reward_functions(
     """
     if not rollouts:
         return []
-    results = _call_all(rewards, _Batch(rollouts, trainer_state), limit, drop_failing)
-    by_function = [_validated(name, result, rollouts) for name, result in zip(rewards.names, results, strict=True)]
+    by_function = _call_all(rewards, _Batch(rollouts, trainer_state), limit, drop_failing)
     return [list(row) for row in zip(*by_function, strict=True)]
 
 
@@ -127,11 +127,24 @@ class _Batch:
         columns = {name: list(values) for name, values in self._columns.items()}
         return function(completions, **{"trainer_state": self._trainer_state, **columns})
 
+    def scores(self, name: str, result: Any) -> list[float | None]:
+        """Return the scores in a function's result. Its values may be objects, with code that runs here."""
+        try:
+            iterator = iter(result)
+        except TypeError:
+            raise RewardError(
+                f"reward function {name} returned {type(result).__name__}, not a list of {len(self._rollouts)} numbers"
+            ) from None
+        values, rollouts = list(iterator), self._rollouts
+        if len(values) != len(rollouts):
+            raise RewardError(f"reward function {name} returned {len(values)} rewards for {len(rollouts)} completions")
+        return [_validated_score(name, value, rollout) for value, rollout in zip(values, rollouts, strict=True)]
+
     async def outcome(self, name: str, function: RewardFunction) -> Any:
-        """Return what a coroutine function returns, or what it raises: asyncio ends its loop at SystemExit."""
+        """Return the scores of a coroutine function, or what it raises: asyncio ends its loop at SystemExit."""
         try:
             with _forks_end_here(name):
-                return await self.call(function)
+                return self.scores(name, await self.call(function))
         except BaseException as error:
             return error
 
@@ -139,13 +152,15 @@ class _Batch:
         """Identify the batch in an error message. Which completion is at fault only another call could show."""
         return f"on {len(self._rollouts)} completions, the first: {describe(self._rollouts[0])}"
 
-    def scores_of_failed(self, name: str, error: BaseException, drop: bool) -> list[float]:
+    def scores_of_failed(self, name: str, error: BaseException, drop: bool) -> list[float | None]:
         """Return NaN for every completion, or raise RewardError. Another call may cost money or change a state."""
-        fault = f"reward function {name} raised {type(error).__name__}: {error}"
+        if isinstance(error, RewardError):  # it returned no valid list, which --bad_reward does not excuse
+            raise error
+        fault = f"reward function {name} raised {type(error).__name__}: {_shown(error, str)}"
         if not drop:
             raise RewardError(f"{fault} ({self.describe()})") from error
         logger.warning(f"{fault}; --bad_reward drop leaves its batch out ({self.describe()})")
-        return [math.nan] * len(self._rollouts)
+        return [math.nan for _ in self._rollouts]
 
     @contextmanager
     def limited(self, limit: Limit, names: Sequence[str]) -> Iterator[float | None]:
@@ -188,9 +203,9 @@ def _forks_end_here(name: str) -> Iterator[None]:
             os._exit(1)
 
 
-def _call_all(rewards: RewardFunctions, batch: _Batch, limit: Limit, drop_failing: bool) -> list[Any]:
-    """Call the synchronous functions one after the other, and then all coroutine functions concurrently."""
-    results: dict[int, Any] = {}
+def _call_all(rewards: RewardFunctions, batch: _Batch, limit: Limit, drop_failing: bool) -> Scores:
+    """Call the synchronous functions one after the other, then all coroutine functions; return [function][score]."""
+    results: dict[int, list[float | None]] = {}
     later = {}  # names of coroutine functions
     for i, function in enumerate(rewards.functions):
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
@@ -200,8 +215,8 @@ def _call_all(rewards: RewardFunctions, batch: _Batch, limit: Limit, drop_failin
             continue
         try:
             with batch.limited(limit, [name]), _forks_end_here(name):
-                results[i] = batch.call(function)
-        except (RewardError, SharedFailure):  # from `limited`: the function exceeded its time, or the run stops
+                results[i] = batch.scores(name, batch.call(function))
+        except SharedFailure:  # from `limited`: the run stops
             raise
         except BaseException as error:  # also sys.exit and KeyboardInterrupt, which would end this rank unnamed
             results[i] = batch.scores_of_failed(name, error, drop_failing)
@@ -226,27 +241,26 @@ async def _together(calls: Sequence[Coroutine[Any, Any, Any]], seconds: float | 
     return [task.result() if task.done() else _TIMED_OUT for task in tasks]
 
 
-def _validated(name: str, result: Any, rollouts: Sequence[Rollout]) -> list[float | None]:
-    try:
-        values = list(result)
-    except TypeError:
-        raise RewardError(
-            f"reward function {name} returned {type(result).__name__}, not a list of {len(rollouts)} numbers"
-        ) from None
-    if len(values) != len(rollouts):
-        raise RewardError(f"reward function {name} returned {len(values)} rewards for {len(rollouts)} completions")
-    return [_validated_score(name, value, rollout) for value, rollout in zip(values, rollouts, strict=True)]
-
-
 def _validated_score(name: str, value: Any, rollout: Rollout) -> float | None:
     if value is None:
         return None
     try:
         if not isinstance(value, (str, bytes)):  # float("1") would succeed
             return float(value)
+    except OverflowError:  # 10**400
+        return math.inf if value > 0 else -math.inf
     except (TypeError, ValueError, RuntimeError):
         pass
     raise RewardError(
-        f"reward function {name} returned {value!r} ({type(value).__name__}), neither a number nor None "
+        f"reward function {name} returned {_shown(value, repr)} ({type(value).__name__}), neither a number nor None "
         f"({describe(rollout)})"
     )
+
+
+def _shown(value: Any, text_of: Callable[[Any], str]) -> str:
+    """Return the text of a user's value for an error: shortened, and without a failure of its own."""
+    try:
+        text = text_of(value)
+    except BaseException as error:  # also sys.exit
+        return f"a value without a text ({type(error).__name__})"
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]} ..."

@@ -6,8 +6,8 @@ import asyncio
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
 
 import numpy
 import pytest
@@ -178,6 +178,8 @@ def test_any_sequence_of_numbers_is_accepted(returned: Any) -> None:
         ),
         ([1.0, [2.0]], "reward function strange returned [2.0] (list), neither a number nor None (prompt 0-1"),
         ([torch.ones(2), 1.0], "neither a number nor None (prompt 0-0, completion 'a')"),
+        ([[10**5000], 1.0], "returned a value without a text (ValueError) (list), neither a number"),
+        ([1.0, b"x" * 10**7], "xxx ... (bytes), neither a number nor None (prompt 0-1"),
     ],
 )
 def test_a_return_value_that_is_not_a_list_of_numbers_is_reported(returned: Any, message: str) -> None:
@@ -186,10 +188,74 @@ def test_a_return_value_that_is_not_a_list_of_numbers_is_reported(returned: Any,
 
     with pytest.raises(RewardError) as caught:
         call_reward_functions(make_rollouts(["a", "b"]), functions(strange), None)
-    assert message in str(caught.value)
+    assert message in str(caught.value) and len(str(caught.value)) < 3000
+
+
+def test_a_number_beyond_every_float_is_infinite() -> None:
+    def huge(completions: list[str], **kwargs: Any) -> list[int]:
+        return [10**400, -(10**5000)]
+
+    assert call_reward_functions(make_rollouts(["a", "b"]), functions(huge), None) == [[math.inf], [-math.inf]]
 
 
 # ---- exceptions
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        sys.exit(3)
+
+
+class Hostile:
+    """A number whose code runs when the trainer reads it."""
+
+    def __float__(self) -> float:
+        raise SystemExit(5)
+
+
+def fails_in_its_result(completions: list[str]) -> Iterator[float]:
+    yield 1.0
+    raise KeyError("solution")
+
+
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("function_is_async", [False, True])
+@pytest.mark.parametrize(
+    ("make_result", "message"),
+    [
+        (lambda texts: throw(Unprintable()), "raised Unprintable: a value without a text (SystemExit)"),
+        (lambda texts: throw(ValueError("x" * 10**7)), "raised ValueError: xxx"),
+        (lambda texts: [Hostile(), 1.0], "raised SystemExit: 5"),
+        (fails_in_its_result, "raised KeyError: 'solution'"),
+    ],
+)
+def test_no_code_of_a_reward_function_escapes_its_name(
+    make_result: Callable[[list[str]], Any],
+    message: str,
+    function_is_async: bool,
+    drop: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def hostile(completions: list[str], **kwargs: Any) -> Any:
+        return make_result(completions)
+
+    async def hostile_later(completions: list[str], **kwargs: Any) -> Any:
+        return make_result(completions)
+
+    called = functions(hostile_later if function_is_async else hostile)
+    if drop:
+        scores = call_reward_functions(make_rollouts(["a", "b"]), called, None, drop_failing=True)
+        assert all(math.isnan(score or 0.0) for [score] in scores)
+        shown = caplog.text
+    else:
+        with pytest.raises(RewardError) as caught:
+            call_reward_functions(make_rollouts(["a", "b"]), called, None)
+        shown = str(caught.value)
+    assert f"reward function {called.names[0]} {message}" in shown and len(shown) < 3000
+
+
+def throw(error: Exception) -> NoReturn:
+    raise error
 
 
 def raises_on_bad(completions: list[str], **kwargs: Any) -> list[float]:
