@@ -104,4 +104,7 @@ def _normal(answer: str) -> str | None:
         number = Decimal(re.sub(r"(?<=\d),(?=\d{3})", "", plain))
     except InvalidOperation:
         return plain
-    return f"{number.normalize():f}" if number.is_finite() and abs(number.adjusted()) < 100 else plain
+    if not number.is_finite() or abs(number.adjusted()) >= 100:
+        return plain
+    text = f"{number if number else abs(number):f}"  # all digits; normalize() would round to 28, and keep -0
+    return text.rstrip("0").rstrip(".") if "." in text else text
