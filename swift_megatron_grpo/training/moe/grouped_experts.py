@@ -106,7 +106,7 @@ def kernels_take(x: torch.Tensor, weight: torch.Tensor) -> bool:
     if x.dtype != weight.dtype or not len(x) or not HAS_GROUPED_PRODUCT:
         return False
     aligned = all(features * weight.element_size() % ALIGNMENT == 0 for features in weight.shape)
-    return not x.is_cuda or (weight.dtype == torch.bfloat16 and aligned)
+    return aligned and (not x.is_cuda or weight.dtype == torch.bfloat16)
 
 
 class GroupedProduct(torch.autograd.Function):

@@ -152,3 +152,21 @@ def test_kernels_take_tokens_of_the_precision_of_the_weights() -> None:
     assert kernels_take(torch.zeros(3, IN), weight)
     assert not kernels_take(torch.zeros(0, IN), weight)
     assert not kernels_take(torch.zeros(3, IN, dtype=torch.bfloat16), weight)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "features", "takes"),
+    [(torch.float32, (8, 12), True), (torch.float32, (8, 6), False), (torch.float32, (6, 8), False),
+     (torch.bfloat16, (8, 16), True), (torch.bfloat16, (8, 12), False)],
+)  # fmt: skip
+def test_rows_that_the_kernels_cannot_read_have_a_product_per_expert(
+    dtype: torch.dtype, features: tuple[int, int], takes: bool
+) -> None:
+    """Torch refuses rows that are not a multiple of 16 bytes, on a CPU as well."""
+    together = torch.ones(EXPERTS, *features, dtype=dtype)
+    weights = [torch.nn.Parameter(weight, requires_grad=False) for weight in together]
+    x = torch.ones(sum(LOADS), features[1], dtype=dtype)
+    assert kernels_take(x, weights[0]) == takes
+    fallback = torch.zeros(0)
+    output, _ = GroupedLinear(lambda *_: (fallback, None), weights, gradients_have_hooks=False)(x, LOADS)
+    assert (output is not fallback) == takes
