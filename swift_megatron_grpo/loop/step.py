@@ -185,7 +185,8 @@ class GRPOLoop:
         penalties = [gathered[i] for i in range(len(samples))]
         tokens = sum(sum(sample.completion_mask) for sample in samples)
         per_token = sum(penalties) / max(tokens, 1)
-        step.metrics.update(kl=sum(penalties) / len(penalties), kl_per_token=per_token)
+        counted = sum(completion.reward is not None for completion in graded)  # a dropped one has a penalty of 0
+        step.metrics.update(kl=sum(penalties) / max(counted, 1), kl_per_token=per_token)
         penalised = subtract_kl(graded, penalties, self.kl_controller.value)
         self._adapt_beta(per_token, len(samples), step)
         return penalised

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from copy import deepcopy
@@ -144,10 +145,12 @@ def fake_run(
     routing: Routing | None = None,
     rounding: float | None = None,
     top_entropy_quantile: float = 1.0,
+    dropped: int = 0,
 ) -> FakeRun:
     """Create a run of rollouts of 3 prompts with 2 completions; with a `dump`, it continues what is in the folder.
 
-    The text of a completion is the id of its prompt, and its reward the length of its text.
+    The text of a completion is the id of its prompt, and its reward the length of its text; that of the first `dropped`
+    completions is NaN, with --bad_reward drop.
     """
     events: list[str] = []
     logged: list[Graded] = []
@@ -161,15 +164,18 @@ def fake_run(
             steps_per_generation=steps_per_generation, global_batch_size=size // steps_per_generation,
         ),
         num_iterations=num_iterations, max_staleness=max_staleness, top_entropy_quantile=top_entropy_quantile,
-        grading=GradingConfig(GROUP, ("length",), (1.0,), "group", "stop", max_resample_times=max_resample),
+        grading=GradingConfig(
+            GROUP, ("length",), (1.0,), "group", "drop" if dropped else "stop", max_resample_times=max_resample
+        ),
         deadlines=SimpleNamespace(reward_timeout=None), sampling=SAMPLING, evaluation=EVALUATION,
         routing=routing or routing_of(), recording=Recording(rollout_dump=dump and str(dump), resume="auto"),
         typed=(), vocabulary=99, loss=loss, kl=kl or kl_of(), rollout_logprobs_interval=2,
     )  # fmt: skip
 
     def length(completions: list[str], **columns: Any) -> list[float]:
+        graded = GROUP * events.count("grade")
         events.append("grade")
-        return [float(len(text)) for text in completions]
+        return [math.nan if graded + i < dropped else float(len(text)) for i, text in enumerate(completions)]
 
     ranks: Any = OneRank()
     parts: Any = SimpleNamespace(

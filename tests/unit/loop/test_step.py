@@ -119,6 +119,14 @@ def test_a_kl_in_the_reward_is_not_part_of_the_loss() -> None:
     assert all(sample.ref_logprobs is None for sample in run.policy.trained[0])
 
 
+def test_completions_that_are_left_out_have_no_kl() -> None:
+    """With --bad_reward drop."""
+    run = fake_run(loss=replace(LOSS, beta=0.1), kl=kl_of(in_reward=True), dropped=1)
+    [metrics] = train(run, 1)
+    assert [graded.reward for graded in run.logged].count(None) == 1 and metrics["rewards/dropped"] == 1
+    assert metrics["kl"] == metrics["kl_per_token"] == pytest.approx(BEFORE + 3.0)
+
+
 def test_an_adaptive_beta_follows_the_kl_of_each_step() -> None:
     run = fake_run(loss=replace(LOSS, beta=0.1), kl=kl_of(target=0.05, horizon=60))
     run.policy.kl = 0.1
