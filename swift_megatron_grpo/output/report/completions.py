@@ -13,7 +13,9 @@ from typing import Any
 from swift_megatron_grpo.output.report.run_files import finite, parse_lines
 
 FILE = "completions.jsonl"
-FIXED = {"rollout", "gen_step", "prompt", "completion", "advantages", "tokens", "truncated", "total_reward"}
+_TYPES = {"rollout": int, "gen_step": int, "prompt": str, "completion": str, "tokens": int, "truncated": bool}
+FIXED = {*_TYPES, "advantages", "total_reward"}
+_LARGEST = 2**53  # of whole numbers; the script of the page reads larger ones as others
 _FIRST_SHARE = 0.25  # of the limit, for the beginning of the file
 
 
@@ -62,7 +64,11 @@ def read_completions(folder: Path, limit: int) -> Completions | None:
 def _parse(content: bytes) -> list[dict[str, Any]]:
     """Return the rows. Split at newlines only: completions may contain other characters that end lines."""
     rows = parse_lines(content.decode("utf-8", errors="replace").split("\n"))[0]
-    return [row for row in rows if row.keys() >= FIXED]
+    return [row for row in rows if row.keys() >= FIXED and all(_fits(row[name], kind) for name, kind in _TYPES.items())]
+
+
+def _fits(value: Any, kind: type) -> bool:
+    return type(value) is kind and (not isinstance(value, int) or abs(value) <= _LARGEST)
 
 
 def whole_rollouts(rows: list[dict[str, Any]], cut_at_end: bool) -> list[dict[str, Any]]:

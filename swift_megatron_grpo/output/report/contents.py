@@ -14,7 +14,6 @@ from swift_megatron_grpo.output.report.run_files import RunFiles, Table, read_ru
 MOST_POINTS = 1000  # per curve
 MOST_BYTES = 6 * 2**20  # of completions.jsonl, for all runs of a page
 PHASE = "time/"
-_SECRETS = ("api_key", "token", "password", "secret")
 # Settings that differ between any two runs, or that say nothing about them.
 _NOISE = {"rank", "local_rank", "output_dir", "tensorboard_dir", "ckpt_dir", "swanlab_exp_name", "wandb_exp_name"}
 _NO_COMPLETIONS = "completions are not shown: the run did not write completions.jsonl; use --log_completions true"
@@ -128,11 +127,8 @@ def facts(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def shown_settings(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings as text, without values that a report should not spread."""
-    return {
-        name: "(not shown)" if value and name.endswith(_SECRETS) else _text(value)
-        for name, value in sorted(settings.items())
-    }
+    """Return the settings as text."""
+    return {name: _text(value) for name, value in sorted(settings.items())}
 
 
 def _text(value: Any) -> str:

@@ -26,7 +26,8 @@ def histogram(name: str, first: Sequence[float], newest: Sequence[float], bins: 
         return None
     low, high = min(values), max(values)
     if low == high:
-        low, high = low - 0.5, high + 0.5
+        margin = max(0.5, abs(low) * 1e-6)  # 0.5 alone would be lost next to a large number
+        low, high = low - margin, high + margin
     shared = (low, high, bins)
     return {"name": name, "low": low, "high": high, "first": counts(first, *shared), "newest": counts(newest, *shared)}
 

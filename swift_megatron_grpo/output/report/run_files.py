@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
-import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 LOG, ARGUMENTS = "logging.jsonl", "args.json"
 _EVALUATION = "eval_"
+_LARGEST = 3.4028234663852886e38  # the largest finite fp32 value: a run computes in fp32
+_STEP = re.compile(r"\d{1,15}(?:/(\d{1,15})?|$)", re.ASCII)  # "7/30"
+_SECRET = re.compile(
+    r"secret|passw|credential|authorization|(api|access|private).?key|(?<!special_)tokens?$", re.IGNORECASE
+)
 _NOT_METRICS = {"iteration", "elapsed_time", "remaining_time", "train_speed(s/it)"}
 
 
@@ -48,19 +54,20 @@ def read_run(folder: Path) -> RunFiles:
         notes.append(f"{broken} incomplete line(s) of {LOG} are left out")
     if not rows and not settings:
         raise NoRun(f"{folder} has neither {LOG} nor {ARGUMENTS}; give the --output_dir of a run")
-    rows = last_run(rows)
+    rows = last_run([row for row in rows if "iteration" not in row or _STEP.match(str(row["iteration"]))])
     logged = [row for row in rows if "iteration" in row]
     training = table([row for row in logged if not is_evaluation(row)])
     evaluation = table([row for row in logged if is_evaluation(row)])
     notes += not_finite(logged)
     last = logged[-1] if logged else {}
-    total = str(last.get("iteration", "")).partition("/")[2]
+    total = _STEP.match(str(last.get("iteration")))
+    elapsed = last.get("elapsed_time")
     return RunFiles(
         folder=folder,
         training=training,
         evaluation=evaluation,
-        total_steps=int(total) if total.isdigit() else None,
-        elapsed=last.get("elapsed_time"),
+        total_steps=int(total[1]) if total and total[1] else None,
+        elapsed=elapsed if isinstance(elapsed, str) else None,
         ended=bool(rows) and "last_model_checkpoint" in rows[-1],
         settings=settings,
         notes=notes,
@@ -68,14 +75,26 @@ def read_run(folder: Path) -> RunFiles:
 
 
 def read_settings(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings, and notes if they cannot be read."""
+    """Return the settings without secrets, and notes if they cannot be read."""
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_secrets)
     except FileNotFoundError:
         return {}, [f"there is no {ARGUMENTS}, so settings are not shown"]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return {}, [f"{ARGUMENTS} cannot be read ({error}), so settings are not shown"]
     return (settings, []) if isinstance(settings, dict) else ({}, [f"{ARGUMENTS} holds no settings"])
+
+
+def _without_secrets(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of args.json, of any depth, without values that a report should not spread."""
+    shown = dict(pairs)
+    for name, value in pairs:
+        if value and not is_number(value) and _SECRET.search(name):
+            shown[name] = "(not shown)"
+        elif isinstance(value, str) and value.startswith("{"):  # a flag whose value is JSON
+            with suppress(ValueError, RecursionError):
+                shown[name] = json.dumps(json.loads(value, object_pairs_hook=_without_secrets))
+    return shown
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -92,7 +111,7 @@ def parse_lines(lines: Iterator[str] | Sequence[str]) -> tuple[list[dict[str, An
     for line in lines:
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         if isinstance(row, dict):
             rows.append(row)
@@ -120,8 +139,7 @@ def is_evaluation(row: Mapping[str, Any]) -> bool:
 
 
 def step_of(row: Mapping[str, Any]) -> int:
-    step = str(row["iteration"]).partition("/")[0]  # "7/30"
-    return int(step) if step.isdigit() else 0
+    return int(str(row["iteration"]).partition("/")[0])  # "7/30"
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -138,7 +156,8 @@ def is_number(value: Any) -> bool:
 
 
 def finite(value: Any) -> float | None:
-    return float(value) if is_number(value) and math.isfinite(value) else None
+    """Return a number that is finite in fp32, so that sums and differences of such numbers are finite in fp64."""
+    return float(value) if is_number(value) and abs(value) <= _LARGEST else None
 
 
 def not_finite(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -146,7 +165,7 @@ def not_finite(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     first: dict[str, int] = {}
     for row in rows:
         for name, value in row.items():
-            if is_number(value) and not math.isfinite(value):
+            if is_number(value) and finite(value) is None:
                 first.setdefault(name, step_of(row))
     return [f"{name} is not finite at step {step}" for name, step in first.items()]
 

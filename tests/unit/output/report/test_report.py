@@ -76,6 +76,64 @@ def test_secrets_are_not_in_the_page(tmp_path: Path) -> None:
     assert "do-not-show" not in page(contents(load([make_run(tmp_path / "run")]), "now"))
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"api_keys": ["do-not-show"]},
+        {"hub_token": "do-not-show"},
+        {"tracker": {"WANDB_API_KEY": "do-not-show", "project": "p"}},
+        {"servers": [{"headers": {"Authorization": "Bearer do-not-show"}}]},
+        {"aws": {"aws_secret_access_key": {"value": "do-not-show"}}},
+        {"vllm_engine_kwargs": '{"a": {"auth-tokens": ["do-not-show"]}}'},
+        {"db_passwd": "do-not-show"},
+    ],
+)
+def test_secrets_are_found_by_any_name_and_at_any_depth(tmp_path: Path, setting: dict[str, Any]) -> None:
+    html = page(contents(load([make_run(tmp_path / "run", **setting)]), "now"))
+    assert "do-not-show" not in html and html.count("(not shown)") >= 2
+
+
+def test_numbers_of_tokens_and_files_of_tokenizers_are_no_secrets(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", max_tokens=4096, tokenizer="t", new_special_tokens=["<a>"], engine='{"x": 1}')
+    shown = contents(load([run]), "now")["runs"][0]["settings"]
+    names = ("max_tokens", "tokenizer", "new_special_tokens", "engine")
+    assert [shown[name] for name in names] == ["4096", "t", "<a>", '{"x": 1}']
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"reward": 1e308}, {"reward": -1e308}, {"reward": 10**400}, {"reward": "x"}, {"reward": None},
+        {"iteration": "1/²"}, {"iteration": "²/3"}, {"iteration": None}, {"iteration": "9" * 5000}, {"iteration": -3},
+        {"elapsed_time": float("nan")}, {"elapsed_time": [10**400]},
+    ],
+)  # fmt: skip
+def test_an_absurd_value_of_the_log_costs_itself_alone(tmp_path: Path, values: dict[str, Any]) -> None:
+    write_log(tmp_path, [step_row(1, 3), {**step_row(2, 3), **values}, step_row(3, 3), step_row(4, 4)])
+    with (tmp_path / "logging.jsonl").open("a") as file:
+        file.write("[" * 10**5 + "\n")
+    (run,) = data_of(page(contents(load([tmp_path]), "now")))["runs"]
+    assert {1, 3} <= set(run["training"]["steps"]) and run["training"]["values"]["loss"][-1] == 0.004
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"letters": 1e308, "short": -1e308}, {"letters": 10**400}, {"total_reward": "x"}, {"rollout": "x"},
+        {"rollout": None}, {"rollout": 10**400}, {"tokens": "many"}, {"tokens": 10**400}, {"prompt": []},
+        {"completion": 5}, {"truncated": "no"}, {"gen_step": None}, {"advantages": float("nan")},
+    ],
+)  # fmt: skip
+def test_an_absurd_value_of_a_completion_costs_its_row_alone(tmp_path: Path, values: dict[str, Any]) -> None:
+    run = make_run(tmp_path)
+    path = run / "completions.jsonl"
+    first, *others = path.read_text().split("\n")
+    path.write_text("\n".join([json.dumps({**json.loads(first), **values}), *others]))
+    (made,) = data_of(page(contents(load([run]), "now")))["runs"]
+    assert len(made["completions"]["rows"]) in (11, 12) and len(made["histograms"]["charts"]) == 4
+    assert all(sum(chart["newest"]) for chart in made["histograms"]["charts"])
+
+
 def test_a_value_that_is_not_finite_is_named(tmp_path: Path) -> None:
     write_log(tmp_path, [step_row(1, 3), {**step_row(2, 3), "loss": float("nan")}, step_row(3, 3)])
     files = read_run(tmp_path)
@@ -149,8 +207,9 @@ def test_histograms_share_their_bins() -> None:
     assert made is not None
     assert made["first"] == [1, 2, 0, 0, 0, 0, 0, 0, 0, 0] and made["newest"] == [0] * 9 + [1]
     assert histogram("reward", [], []) is None
-    constant = histogram("reward", [2.0], [2.0, 2.0])
-    assert constant is not None and sum(constant["newest"]) == 2 and constant["low"] < 2 < constant["high"]
+    for value in (2.0, 1e17, -3.4e38):
+        constant = histogram("reward", [value], [value, value])
+        assert constant is not None and sum(constant["newest"]) == 2 and constant["low"] < value < constant["high"]
 
 
 def test_long_curves_are_thinned_to_means_and_extremes() -> None:
