@@ -59,10 +59,10 @@ def write_settings(folder: Path, settings: Settings, flags: Mapping[str, str]) -
 def differing_flags(folder: Path, flags: Mapping[str, str]) -> str | None:
     """Return how the flags of the run that wrote a folder differ from these; None: they are the same."""
     try:
-        recorded = _read_settings(folder)["flags"]
+        recorded = _read_settings(folder).get("flags")
     except ValueError as problem:
         return str(problem)
-    if not recorded or not flags:
+    if not isinstance(recorded, dict) or not recorded or not flags:
         return f"{SETTINGS} does not have the flags of the run that generated them"
     names = [name for name in sorted({*recorded, *flags}) if recorded.get(name) != flags.get(name)]
     shown = [f"--{name} was {recorded.get(name)} and is {flags.get(name)}" for name in names[:_SHOWN]]
@@ -134,7 +134,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     """Read settings.json; raise ValueError if it is damaged or of a format that this version does not read."""
     try:
         recorded = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # not there, not UTF-8, or not JSON
+    except (OSError, ValueError, RecursionError) as error:  # not there, not UTF-8, or not JSON
         raise ValueError(f"{SETTINGS} cannot be read: {error}") from None
     if not isinstance(recorded, dict):
         raise ValueError(f"{SETTINGS} is damaged: it is not a JSON object")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +25,7 @@ from swift_megatron_grpo.output.recording.rows import (
     from_line,
     no_images,
     once_per_prompt,
+    parsed,
 )
 from swift_megatron_grpo.types import Prompt, Rollout
 
@@ -55,14 +55,22 @@ class RolloutReplay:
             raise BadRow(f"{path} has {len(lines)} completions, but this run needs {len(requests)}")
         rollouts, rewards = list[Rollout](), list[Rewards]()
         images = once_per_prompt(self._digests)
+        first_of: dict[str, Rollout] = {}
         for number, (line, prompt) in enumerate(zip(lines, requests, strict=True), start=1):
             try:
                 completion, scores = from_line(line, prompt, images(prompt), self._limits)
+                _check_same_prompt(first_of.setdefault(prompt.prompt_id, completion), completion)
             except BadRow as problem:
                 raise BadRow(f"{path}, line {number}: {problem}") from None
             rollouts.append(completion)
             rewards.append(scores)
         return rollouts, rewards
+
+
+def _check_same_prompt(first: Rollout, completion: Rollout) -> None:
+    """Refuse other tokens of a prompt than in its first completion. Environments may begin each one differently."""
+    if completion.messages is None and completion.prompt_ids != first.prompt_ids:
+        raise BadRow(f"prompt_ids are not those of the first completion of prompt {first.prompt.prompt_id}")
 
 
 def can_be_used(folder: Path, flags: Mapping[str, str]) -> bool:
@@ -121,16 +129,18 @@ class EarlierRollouts:
         for number, line in enumerate(split_lines(source.read_bytes()), start=1):
             try:
                 check_line(line)
-                prompt = prompts.get(json.loads(line)["prompt_id"])
+                prompt = prompts.get(str(parsed(line).get("prompt_id")))
                 if prompt is None:
                     raise BadRow("it completes a prompt that is not one of this rollout")
                 completion, rewards = from_line(line, prompt, images(prompt), self._limits)
+                group = groups.setdefault(prompt.prompt_id, [])
+                _check_same_prompt(group[0][1] if group else completion, completion)
                 if not accepts(completion.weights_version):
                     raise BadRow(f"weights {completion.weights_version} generated it, which are not those of this run")
             except BadRow as problem:
                 logger.warning(f"{source}, line {number} is not used: {problem}")
                 continue
-            groups.setdefault(prompt.prompt_id, []).append((line, completion, rewards))
+            group.append((line, completion, rewards))
         return {prompt_id: group for prompt_id, group in groups.items() if len(group) == group_size}
 
     def _discard_after(self, rollout: int, draw: int) -> None:

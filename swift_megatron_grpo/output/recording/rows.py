@@ -25,6 +25,7 @@ Digests = Callable[[Prompt], Sequence[str]]  # of the prompt's images; a line ho
 _OF_ROLLOUT = (
     "prompt_ids", "completion_ids", "logprobs", "text", "finish_reason", "weights_version", "sampled", "infos",
 )  # fmt: skip
+_ROUNDING = 1e-3  # an engine may round a log-prob of 0 up
 _END = re.compile(rb', "crc32": "([0-9a-f]{8})"\}\n\Z')
 
 
@@ -91,9 +92,18 @@ def check_line(line: bytes) -> None:
         raise BadRow(f"the line is damaged: {fault}; copy the file again from the original dump")
 
 
+def parsed(line: bytes) -> dict[str, Any]:
+    """Return the content of a line that `check_line` has accepted, which is an object if it is JSON."""
+    try:
+        row: dict[str, Any] = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadRow(f"it cannot be read: {error}") from None
+    return row
+
+
 def from_line(line: bytes, prompt: Prompt, images: Sequence[str], limits: Limits) -> tuple[Rollout, Rewards]:
     """Parse a line that `check_line` has accepted as a completion of `prompt`; raise BadRow if it is not one."""
-    row: dict[str, Any] = json.loads(line)
+    row = parsed(line)
     try:
         _check_values(row, limits)
         _check_prompt(row, prompt, images)
@@ -137,16 +147,18 @@ def _check_prompt(row: Mapping[str, Any], prompt: Prompt, images: Sequence[str])
 def _check_values(row: Mapping[str, Any], limits: Limits) -> None:
     """Raise BadRow for the first value that no run could have written. KeyError: a field is missing."""
     last = limits.vocabulary - 1
+    never_empty = ["prompt_ids", "completion_ids"] if row["conversation"] is None else ["prompt_ids"]
     beyond = f"but the model has the tokens 0 to {last}; use the --model of the dumped run"
     for field in ("prompt_ids", "completion_ids"):
         _check_list(field, row[field], "tokens", lambda token: type(token) is int and 0 <= token <= last, beyond)
+        _require(bool(row[field]) or field not in never_empty, field, row[field], "which has no token")
     trained = len(row["completion_ids"])
     if row["sampled"] is not None:
         _check_list("sampled", row["sampled"], "flags", lambda flag: type(flag) is bool, "which is not a flag")
         _check_length("sampled", row["sampled"], trained, "tokens of completion_ids")
         trained = sum(row["sampled"])
     if row["logprobs"] is not None:
-        _check_list("logprobs", row["logprobs"], "numbers", _is_finite, "which is not a finite number")
+        _check_list("logprobs", row["logprobs"], "numbers", _is_logprob, "which is not a finite number up to 0")
         _check_length("logprobs", row["logprobs"], trained, "sampled tokens")
     _check_list("rewards", row["rewards"], "numbers", _is_reward, "which is neither a number nor null")
     _check_length("rewards", row["rewards"], limits.reward_functions, "reward functions")
@@ -172,8 +184,8 @@ def _check_length(field: str, values: Sequence[Any], count: int, owners: str) ->
         raise BadRow(f"{field} has {len(values)} values for {count} {owners}")
 
 
-def _is_finite(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+def _is_logprob(value: Any) -> bool:
+    return type(value) in (int, float) and -math.inf < value <= _ROUNDING
 
 
 def _is_reward(value: Any) -> bool:

@@ -22,6 +22,7 @@ from swift_megatron_grpo.output.recording.rows import (
     check_line,
     from_line,
     once_per_prompt,
+    parsed,
     to_lines,
 )
 from swift_megatron_grpo.settings.config import GRPOConfig
@@ -84,7 +85,7 @@ def read_unfinished(
     if not path.is_file():
         return None
     with path.open("rb") as file:
-        values: dict[str, Any] = json.loads(file.readline())
+        values = parsed(file.readline())
         lines = file.readlines()
     if values["rollout"] != number:
         raise BadRow(f"it is rollout {values['rollout']}, and this run continues with rollout {number}")
@@ -94,7 +95,7 @@ def read_unfinished(
     graded = []
     for line, reward, advantage in zip(lines, values["rewards"], values["advantages"], strict=True):
         check_line(line)
-        prompt = find_prompt(json.loads(line)["prompt_id"])
+        prompt = find_prompt(parsed(line)["prompt_id"])
         rollout, rewards = from_line(line, prompt, images(prompt), limits)
         graded.append(Graded(rollout, rewards, reward, advantage))
     return UnfinishedRollout(number, settings, graded, values["old_logprobs"], values["from_engine"])
@@ -125,5 +126,5 @@ def _keep_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
 def _is_kept(line: bytes, keep: Callable[[dict[str, Any]], bool]) -> bool:
     try:
         return keep(json.loads(line))
-    except ValueError:  # the process was killed while it wrote the last line
+    except Exception:  # cut off when the process was killed, or not a row that a run writes: it belongs to no step
         return False

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from swift_megatron_grpo.output.disk.files import checksum
 from swift_megatron_grpo.output.recording.dump import RolloutDump
 from swift_megatron_grpo.output.recording.folder import check_dump
 from swift_megatron_grpo.output.recording.reading import EarlierRollouts, Recorded, can_be_used
@@ -97,6 +99,20 @@ def test_a_run_with_other_flags_generates_again(
     check_dump(tmp_path, SETTINGS, resumes=False, flags=FLAGS)
     with pytest.raises(ValueError, match="holds rollouts of another run"):
         check_dump(tmp_path, SETTINGS, resumes=False, flags=flags)
+
+
+@pytest.mark.parametrize("edit", ["[" * 10**5, "null", '{"format": 2, "crc32": 5}'])
+def test_settings_that_no_run_writes_are_not_used(tmp_path: Path, dump: RolloutDump, edit: str) -> None:
+    (tmp_path / "settings.json").write_text(edit)
+    assert not can_be_used(tmp_path, FLAGS)
+
+
+def test_flags_of_another_type_are_not_used(tmp_path: Path, dump: RolloutDump) -> None:
+    path = tmp_path / "settings.json"
+    content = {**json.loads(path.read_text()), "flags": ["lr"]}
+    del content["crc32"]
+    path.write_text(json.dumps({**content, "crc32": checksum(json.dumps(content).encode())}))
+    assert not can_be_used(tmp_path, FLAGS)
 
 
 def test_a_folder_that_is_not_a_dump_is_not_used(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pandas
 import pytest
 
+from swift_megatron_grpo.output.disk.files import checksum
 from swift_megatron_grpo.output.disk.full_disk import NoSpace
 from swift_megatron_grpo.output.recording.dump import RolloutDump
 from swift_megatron_grpo.output.recording.folder import (
@@ -21,7 +22,7 @@ from swift_megatron_grpo.output.recording.folder import (
     check_rollouts,
     recorded_rollouts,
 )
-from swift_megatron_grpo.output.recording.reading import RolloutReplay
+from swift_megatron_grpo.output.recording.reading import EarlierRollouts, RolloutReplay
 from swift_megatron_grpo.output.recording.rows import BadRow, Limits, sealed
 from swift_megatron_grpo.types import Graded, Prompt, Rollout
 from tests.unit.output.disk.small_files import file_size_limit
@@ -169,8 +170,10 @@ def test_a_damaged_file_is_reported_before_training_by_its_reader(folder: Path) 
         ("completion_ids", [-1], r"completion_ids\[0\] is -1"),
         ("prompt_ids", [True], r"prompt_ids\[0\] is True"),
         ("completion_ids", 5, "completion_ids is 5, which is not a list"),
-        ("logprobs", [0.5] * 40, "logprobs has 40 values for"),
+        ("logprobs", [-0.5] * 40, "logprobs has 40 values for"),
         ("logprobs", "x", "logprobs is 'x', which is not a list"),
+        ("prompt_ids", [], "prompt_ids is .., which has no token"),
+        ("completion_ids", [], "completion_ids is .., which has no token"),
         ("sampled", [True] * 40, "sampled has 40 values for"),
         ("sampled", [1], r"sampled\[0\] is 1, which is not a flag"),
         ("rewards", [1.0], "rewards has 1 values for 2 reward functions"),
@@ -194,8 +197,30 @@ def test_a_value_that_no_run_writes_is_refused_by_file_and_line(
         RolloutReplay(folder, LIMITS).take(0, 0, PROMPTS, 2)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_log_probs_that_are_not_finite_are_refused(folder: Path, value: float) -> None:
+def test_other_tokens_of_a_prompt_within_its_group_are_refused(folder: Path) -> None:
+    path = folder / "rollout-000000.jsonl"
+    path.write_text(path.read_text().replace('"prompt_ids": [1, 2]', '"prompt_ids": [1, 3]', 1))
+    seal_again(path)
+    with pytest.raises(BadRow, match=r"line 2: prompt_ids are not those of the first completion of prompt 0-0"):
+        RolloutReplay(folder, LIMITS).take(0, 0, PROMPTS, 2)
+    earlier = EarlierRollouts(folder, LIMITS).take(0, 0, PROMPTS, 2, lambda version: True)
+    assert sorted(earlier) == [2, 3]
+
+
+@pytest.mark.parametrize("value", ["[" * 10**5, "9" * 5000])
+def test_a_line_that_json_cannot_read_is_refused_in_spite_of_its_checksum(folder: Path, value: str) -> None:
+    path = folder / "rollout-000000.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    content = f'{{"prompt_id": {value}'
+    lines[1] = f'{content}, "crc32": "{checksum(content.encode())}"}}\n'
+    path.write_text("".join(lines))
+    with pytest.raises(BadRow, match=r"rollout-000000\.jsonl, line 2: it cannot be read: "):
+        RolloutReplay(folder, LIMITS).take(0, 0, PROMPTS, 2)
+    assert sorted(EarlierRollouts(folder, LIMITS).take(0, 0, PROMPTS, 2, lambda version: True)) == [2, 3]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 5.0])
+def test_log_probs_that_are_not_finite_or_above_0_are_refused(folder: Path, value: float) -> None:
     dump = RolloutDump(folder, SETTINGS, first=0, writes_here=True)
     good = completions()
     logprobs = [*(good[1].rollout.logprobs or [])[:-1], value]

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from swift_megatron_grpo.output.recording.unfinished import trim_logs
 
 
@@ -43,6 +45,22 @@ def test_completions_with_other_ends_of_lines_are_whole_rows(tmp_path: Path) -> 
     path.write_bytes(path.read_bytes()[:-1])  # cut within a character
     trim_logs(tmp_path, steps_done=1, rollouts_done=1)
     assert [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] == rows[:1]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{"iteration": null}', '{"iteration": 3}', '{"iteration": "x/9"}', "null", "[]", "[" * 10**5, "9" * 5000, "\x00",
+     '{"rollout": "x"}', '{"rollout": null}'],
+)  # fmt: skip
+def test_a_line_that_no_run_writes_is_dropped(tmp_path: Path, line: str) -> None:
+    for name, row in (("logging.jsonl", {"iteration": "1/3"}), ("completions.jsonl", {"rollout": 0})):
+        write(tmp_path / name, [row], end=f"{line}\n{json.dumps(row)}\n")
+    trim_logs(tmp_path, steps_done=1, rollouts_done=1)
+    assert {"iteration": "1/3"} in read(tmp_path / "logging.jsonl")
+    assert read(tmp_path / "completions.jsonl")[0] == {"rollout": 0}
+    assert (line + "\n").encode() not in (tmp_path / ("completions" if "rollout" in line else "logging")).with_suffix(
+        ".jsonl"
+    ).read_bytes()
 
 
 def test_logs_without_later_rows_are_not_rewritten(tmp_path: Path) -> None:
