@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
-from swift_megatron_grpo.output.disk.files import checksum, sync_folder, write_durably
+from swift_megatron_grpo.output.disk.files import checksum, read_regular, sync_folder, write_durably
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -70,7 +70,7 @@ class Manifest(Identity):
     step: int
     prompts: int  # taken from the dataset before the next rollout
     files: Mapping[str, FileEntry]  # by path below the checkpoint's folder
-    saved_at: float  # seconds since 1970
+    saved_at: float  # seconds since 1970, and later than every other save in the output folder, whatever the clock says
 
     @property
     def size(self) -> int:
@@ -110,21 +110,38 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Read a manifest; raise BadManifest if it is damaged."""
     try:
-        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # not there, not UTF-8, or not JSON
+        content = json.loads(read_regular(folder / MANIFEST))
+    except (OSError, ValueError, RecursionError) as error:  # not there, not UTF-8, or not JSON
         raise BadManifest(f"{MANIFEST} cannot be read: {error}") from None
     if not isinstance(content, dict) or content.pop("crc32", None) != _content_checksum(content):
         raise BadManifest(f"{MANIFEST} is damaged: its checksum does not match")
-    if content["format"] != FORMAT:
+    written = content.pop("format", None)
+    if written != FORMAT:
         raise BadManifest(
-            f"{MANIFEST} is in format {content['format']}, but this version reads format {FORMAT}; use the version of "
+            f"{MANIFEST} is in format {written}, but this version reads format {FORMAT}; use the version of "
             "this package that wrote it"
         )
-    del content["format"]
-    content["tokenizer"] = TokenizerIdentity(**content["tokenizer"])
-    content["dataset"] = DatasetIdentity(**content["dataset"])
-    content["files"] = {name: FileEntry(**entry) for name, entry in content["files"].items()}
-    return Manifest(**content)
+    try:
+        manifest: Manifest = _from_json(content, Manifest)
+    except ValueError as problem:  # it was edited, and its checksum computed again
+        raise BadManifest(f"{MANIFEST} is not one that a save writes: {problem}; restore the file") from None
+    return manifest
+
+
+def _from_json(value: Any, kind: Any, name: str = MANIFEST) -> Any:
+    """Return a value of JSON as what a field is annotated with; raise ValueError if it is of another type."""
+    if is_dataclass(kind):
+        if not isinstance(value, dict) or value.keys() != {field.name for field in fields(kind)}:
+            raise ValueError(f"{name} has other fields")
+        kinds, create = get_type_hints(kind), cast("type", kind)
+        return create(**{inner: _from_json(item, kinds[inner], inner) for inner, item in value.items()})
+    if get_origin(kind) is not None:  # Mapping[str, ...]
+        if not isinstance(value, dict):
+            raise ValueError(f"{name} is not an object")
+        return {key: _from_json(item, get_args(kind)[1], f"{name}[{key!r}]") for key, item in value.items()}
+    if kind is not Any and type(value) is not kind and (kind, type(value)) != (float, int):
+        raise ValueError(f"{name} is {value!r:.60}, which is not of type {kind.__name__}")
+    return value
 
 
 def _content_checksum(content: Mapping[str, Any]) -> str:

@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swift_megatron_grpo.output.checkpoints.manifest import MANIFEST, BadManifest, has_manifest, read_manifest
-from swift_megatron_grpo.output.checkpoints.sources import TRACKER, BadCheckpoint, Source, quick_faults, saved_arguments
+from swift_megatron_grpo.output.checkpoints.sources import (
+    TRACKER,
+    BadCheckpoint,
+    Source,
+    quick_faults,
+    saved_arguments,
+    step_of,
+)
+from swift_megatron_grpo.output.disk.files import read_regular
 
 FLAG = "resume"  # in errors about the checkpoint
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -42,13 +50,14 @@ def find_newest(output_dir: Path, loads_optimizer: bool = True) -> tuple[Checkpo
     a run that starts again would overwrite them.
     """
     skipped, damaged = list[str](), list[str]()
-    for folder in sorted(checkpoints_of(output_dir), key=_age, reverse=True):
+    found = sorted(checkpoints_of(output_dir), key=_age, reverse=True)
+    for place, folder in enumerate(found):
         if not has_manifest(folder):
             skipped.append(f"{folder}: it has no {MANIFEST}, which is written last, so its save was interrupted")
             continue
         reason = _why_unusable(folder, loads_optimizer)
         if reason is None:
-            return open_checkpoint(folder), skipped
+            return open_checkpoint(folder), skipped + _passed_over(folder, found[place + 1 :])
         damaged.append(f"{folder}: {reason}")
         skipped.append(damaged[-1])
     if damaged:
@@ -60,10 +69,20 @@ def find_newest(output_dir: Path, loads_optimizer: bool = True) -> tuple[Checkpo
     return None, skipped
 
 
+def _passed_over(newest: Path, older: list[Path]) -> list[str]:
+    """Return why higher steps in the folder of the newest checkpoint are skipped: a run was begun again there."""
+    higher = [folder for folder in older if folder.parent == newest.parent and step_of(folder) > step_of(newest)]
+    return [
+        f"{folder}: it was saved before {newest.name}, by the times in their manifests; --resume {folder} continues "
+        "from it"
+        for folder in higher
+    ]
+
+
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Return the checkpoint in a folder; raise BadCheckpoint if it holds none in Megatron's format."""
     try:
-        step = int((folder / TRACKER).read_text(encoding="utf-8"))
+        step = int(read_regular(folder / TRACKER))
         adapter = saved_arguments(folder).get("tuner_type", "full") != "full"
     except (OSError, ValueError) as error:
         raise BadCheckpoint(
@@ -89,16 +108,29 @@ def checkpoints_of(output_dir: Path) -> list[Path]:
     """Return the checkpoints of an output folder and of its runs; copies with merged adapters are left out."""
     if not output_dir.is_dir():
         return []
-    runs = [output_dir, *(path for path in output_dir.iterdir() if _VERSION.fullmatch(path.name) and path.is_dir())]
-    found = [path for run in runs for path in run.glob("checkpoint-*") if _CHECKPOINT.fullmatch(path.name)]
-    return [path for path in found if path.is_dir() and not path.is_symlink()]
+    runs = [output_dir, *(path for path in _folders_in(output_dir) if _VERSION.fullmatch(path.name))]
+    return [path for run in runs for path in _folders_in(run) if _CHECKPOINT.fullmatch(path.name)]
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    """Return the folders in a folder; a link may lead to those of another run."""
+    return [path for path in folder.glob("*") if path.is_dir() and not path.is_symlink()]
+
+
+def last_save(run_folder: Path) -> float:
+    """Return when a checkpoint was last saved in the output folder of a run, by any run; 0.0: never."""
+    output_dir = run_folder.parent if _VERSION.fullmatch(run_folder.name) else run_folder
+    return max(map(saved_at, filter(has_manifest, checkpoints_of(output_dir))), default=0.0)
+
+
+def saved_at(folder: Path) -> float:
+    """Return when a checkpoint was saved; a copy keeps this time, but not the times of its files."""
+    try:
+        return read_manifest(folder).saved_at
+    except BadManifest:  # incomplete or damaged
+        path = folder / MANIFEST
+        return (path if path.is_file() else folder).stat().st_mtime
 
 
 def _age(folder: Path) -> tuple[float, int, str]:
-    """Return when a checkpoint was saved, to sort by; a copy keeps this time, but not the times of its files."""
-    try:
-        saved = read_manifest(folder).saved_at
-    except BadManifest:  # incomplete or damaged
-        path = folder / MANIFEST
-        saved = (path if path.is_file() else folder).stat().st_mtime
-    return saved, int(folder.name.partition("-")[2]), str(folder)
+    return saved_at(folder), step_of(folder), str(folder)

@@ -26,12 +26,14 @@ from swift_megatron_grpo.output.checkpoints.manifest import (
     remove_manifest,
     write_manifest,
 )
+from swift_megatron_grpo.output.checkpoints.newest import last_save, saved_at
 from swift_megatron_grpo.output.checkpoints.sources import deal
 from swift_megatron_grpo.output.disk.files import file_checksums, threads_of_a_rank
 from swift_megatron_grpo.output.disk.full_disk import NoSpace, format_bytes, free_bytes, reason_of, why_full
 from swift_megatron_grpo.runtime.failures import Ranks
 
 _WRITTEN_BY_RANK = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
+_TICK = 0.001  # seconds between two saves, at least
 _FAILURES = (Exception, CheckpointException)  # the latter is not an Exception
 
 
@@ -69,6 +71,7 @@ class CheckpointWriter:
         self._log = log
         self._pending: deque[_Pending] = deque()
         self._last_size: int | None = None  # of the last checkpoint of this run; the next one has the same
+        self._saved_at: float | None = None  # time of the last save; None: this run has not saved
 
     def announce_size(self, step: int, estimate: float) -> None:
         """Log the size of a checkpoint at the start of a run, or raise NoSpace if it does not fit on the disk."""
@@ -147,7 +150,7 @@ class CheckpointWriter:
             step=pending.step,
             prompts=pending.prompts,
             files={name: FileEntry(size, checksums[name]) for name, size in sizes.items()},
-            saved_at=time.time(),
+            saved_at=self._next_time() if self._ranks.rank == 0 else 0.0,
         )
         self._ranks.all_gather_or_raise(
             lambda: write_manifest(folder, manifest) if self._ranks.rank == 0 else None, f"writing {folder}"
@@ -158,6 +161,13 @@ class CheckpointWriter:
                 f"in {time.monotonic() - began:.1f} s"
             )
         return manifest.size
+
+    def _next_time(self) -> float:
+        """Return the time, or if the clock was set back, a time after the last save: --resume auto goes by it."""
+        if self._saved_at is None:
+            self._saved_at = last_save(self._output_dir)
+        self._saved_at = max(time.time(), self._saved_at + _TICK)
+        return self._saved_at
 
     @contextmanager
     def _naming_full_disk(self, pending: _Pending, only: tuple[type[BaseException], ...] = _FAILURES) -> Iterator[None]:
@@ -185,7 +195,7 @@ class CheckpointWriter:
 
     def _advice(self) -> str:
         saved = [folder for folder in self._output_dir.glob("checkpoint-*[0-9]") if has_manifest(folder)]
-        newest = max(saved, key=lambda folder: folder.stat().st_mtime, default=None)
+        newest = max(saved, key=saved_at, default=None)
         kept = "" if newest is None else f"; earlier checkpoints are kept, the newest whole one is {newest}"
         return (
             "free space there, use another --output_dir, keep fewer checkpoints with --save_total_limit, or save less "
@@ -197,13 +207,13 @@ class CheckpointWriter:
 
 
 def in_order_of_removal(checkpoints: Sequence[str], resumed_from: Iterable[str], best: str | None) -> list[str]:
-    """Return the checkpoints that --save_total_limit may remove, incomplete ones first; the best one has no manifest.
+    """Return the checkpoints that --save_total_limit may remove: incomplete ones, then by age, and the best one last.
 
-    `checkpoints`: from the oldest to the newest, with the best one last. Those that the run resumed from are kept.
+    Those that the run resumed from are kept. ms-swift goes by the times of folders, which the clock sets.
     """
     kept = {os.path.realpath(path) for path in resumed_from}
     removable = [path for path in checkpoints if os.path.realpath(path) not in kept]
-    return sorted(removable, key=lambda path: path == best or has_manifest(Path(path)))
+    return sorted(removable, key=lambda path: (path == best, has_manifest(Path(path)), saved_at(Path(path))))
 
 
 def owned_files(sizes: Mapping[str, int], ranks: int, ranks_of_rank_0: int) -> list[list[str]]:

@@ -26,7 +26,7 @@ from swift_megatron_grpo.output.checkpoints.manifest import (
     has_manifest,
     read_manifest,
 )
-from swift_megatron_grpo.output.disk.files import file_checksum
+from swift_megatron_grpo.output.disk.files import file_checksum, read_regular, regular_size
 from swift_megatron_grpo.runtime.failures import Ranks
 
 ARGUMENTS = "args.json"  # ms-swift writes it into every checkpoint, as the next one
@@ -108,7 +108,7 @@ def check_optimizer_state(sources: Iterable[Source]) -> None:
 
 def saved_arguments(folder: Path) -> dict[str, object]:
     """Return the flags of the run that saved a checkpoint."""
-    content = json.loads((folder / ARGUMENTS).read_text(encoding="utf-8"))
+    content = json.loads(read_regular(folder / ARGUMENTS))
     if not isinstance(content, dict):
         raise ValueError(f"{ARGUMENTS} is not a JSON object")
     return content
@@ -129,7 +129,7 @@ def quick_faults(source: Source) -> list[str]:
 def file_fault(path: Path, name: str, entry: FileEntry, largest: int | None = None) -> str | None:
     """Return what is wrong with a file; None: nothing. Beyond `largest` bytes no checksum is computed."""
     try:
-        size = path.stat().st_size
+        size = regular_size(path)
         if size != entry.size:
             return f"{name} has {size} bytes instead of {entry.size}"
         if largest is not None and size > largest:
@@ -156,10 +156,10 @@ def refusal(source: Source, faults: Sequence[str], whole: Source | None) -> BadC
 
 def first_whole(source: Source, is_whole: Callable[[Source], bool]) -> Source | None:
     """Return the newest whole checkpoint before a damaged one, or else the oldest whole one after it; None: none is."""
-    step = _step(source.folder.resolve())
+    step = step_of(source.folder.resolve())
     others = [other for other in _siblings(source.folder) if has_manifest(other)]
-    before = sorted((other for other in others if _step(other) < step), key=_step, reverse=True)
-    after = sorted((other for other in others if _step(other) > step), key=_step)
+    before = sorted((other for other in others if step_of(other) < step), key=step_of, reverse=True)
+    after = sorted((other for other in others if step_of(other) > step), key=step_of)
     candidates = (replace(source, folder=other) for other in (*before, *after))
     return next((other for other in candidates if is_whole(other)), None)
 
@@ -175,7 +175,8 @@ def _siblings(folder: Path) -> Iterator[Path]:
                 yield other
 
 
-def _step(folder: Path) -> int:
+def step_of(folder: Path) -> int:
+    """Return the step of a checkpoint by the name of its folder; -1: it has another name."""
     match = _NAME.fullmatch(folder.name)
     return -1 if match is None else int(match[1])
 
@@ -256,7 +257,7 @@ def compare_datasets(sources: Iterable[Source], dataset: DatasetIdentity) -> str
         difference = difference_of_datasets(manifest.dataset, dataset)
         if difference is None:
             return None
-        epoch, place = divmod(manifest.prompts, manifest.dataset.rows)
+        epoch, place = divmod(manifest.prompts, max(manifest.dataset.rows, 1))
         if place >= dataset.rows:
             raise BadCheckpoint(
                 f"{source} continues at prompt {place} of epoch {epoch}, which this dataset does not have: "

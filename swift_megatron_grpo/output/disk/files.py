@@ -8,6 +8,7 @@ lock, so that threads compute several files in parallel.
 from __future__ import annotations
 
 import os
+import stat
 import zlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,20 @@ def write_durably(path: Path, lines: Iterable[str]) -> None:
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+def regular_size(path: Path) -> int:
+    """Return the size of a regular file. Raise OSError for anything else: to open a named pipe would block for ever."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(f"{path} is not a regular file")
+    return status.st_size
+
+
+def read_regular(path: Path) -> str:
+    """Return the text of a regular file; raise OSError for anything else, ValueError if it is not UTF-8."""
+    regular_size(path)
+    return path.read_text(encoding="utf-8")
 
 
 def sync_folder(folder: Path) -> None:

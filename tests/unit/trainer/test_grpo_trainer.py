@@ -194,6 +194,20 @@ def test_incomplete_checkpoints_are_removed_first_a_loaded_one_never(
     assert [Path(path).name for path in trainer._sorted_checkpoints(str(tmp_path))] == ["checkpoint-2", "checkpoint-3"]
 
 
+def test_the_checkpoint_saved_last_is_removed_last_whatever_the_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, _ = make(tmp_path, monkeypatch)
+    for number in (1, 2, 3):
+        trainer.state.iteration = number
+        trainer.save_checkpoint()
+        os.utime(tmp_path / f"checkpoint-{number}", (9 - number, 9 - number))  # the clock goes back
+    names = [Path(path).name for path in trainer._sorted_checkpoints(str(tmp_path))]
+    assert names == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    trainer.state.best_model_checkpoint = str(tmp_path / "checkpoint-1")
+    assert Path(trainer._sorted_checkpoints(str(tmp_path))[-1]).name == "checkpoint-1"
+
+
 def test_the_next_checkpoint_is_at_the_next_period_or_at_the_end() -> None:
     args: Any = SimpleNamespace(save_steps=4, train_iters=10)
     assert [next_save(args, step) for step in (0, 3, 4, 8)] == [4, 4, 8, 10]

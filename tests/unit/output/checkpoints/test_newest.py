@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from swift_megatron_grpo.output.checkpoints.manifest import MANIFEST, FileEntry, read_manifest, write_manifest
 from swift_megatron_grpo.output.checkpoints.newest import Checkpoint, find_newest, open_checkpoint
 from swift_megatron_grpo.output.checkpoints.sources import BadCheckpoint
-from swift_megatron_grpo.output.disk.files import file_checksum
-from tests.unit.output.checkpoints.saved import save
+from swift_megatron_grpo.output.disk.files import checksum, file_checksum
+from tests.unit.output.checkpoints.saved import save, writer
 
 
 def saved(output_dir: Path, step: int, at: float, **arguments: object) -> Path:
@@ -49,6 +51,65 @@ def test_the_order_does_not_depend_on_names_or_steps_alone(tmp_path: Path) -> No
     assert find_newest(tmp_path)[0] == Checkpoint(tmp_path / "checkpoint-5", 5, False)
 
 
+@pytest.mark.parametrize(("earlier_run", "this_run"), [("", ""), ("v0-20260101-000000", "v1-20260101-000000")])
+def test_a_new_checkpoint_is_the_newest_whatever_the_clock_says(
+    tmp_path: Path, earlier_run: str, this_run: str
+) -> None:
+    earlier = saved(tmp_path / earlier_run, 1, at=4e9)  # by a clock that was far ahead, of this machine or another one
+    saving = writer(tmp_path / this_run)
+    for step in (2, 3):
+        folder = tmp_path / this_run / f"checkpoint-{step}"
+        with saving.writing(step, 8, estimate=1000):
+            shutil.copytree(earlier, folder)
+            (folder / MANIFEST).unlink()
+            (folder / "latest_checkpointed_iteration.txt").write_text(str(step))
+        saving.finish()
+        assert find_newest(tmp_path) == (Checkpoint(folder, step, False), [])
+    assert 4e9 < read_manifest(folder).saved_at < 4e9 + 1
+
+
+def test_a_higher_step_that_is_passed_over_is_named(tmp_path: Path) -> None:
+    other, newest = saved(tmp_path, 200, at=50.0), saved(tmp_path, 100, at=60.0)
+    saved(tmp_path / "v0-20260101-000000", 300, at=40.0)  # another run
+    assert find_newest(tmp_path) == (
+        Checkpoint(newest, 100, False),
+        [
+            f"{other}: it was saved before checkpoint-100, by the times in their manifests; --resume {other} continues "
+            "from it"
+        ],
+    )
+
+
+def test_a_linked_folder_of_another_run_is_not_followed(tmp_path: Path) -> None:
+    own = saved(tmp_path / "out", 1, at=1.0)
+    saved(tmp_path / "other", 2, at=2.0)
+    (tmp_path / "out" / "v9-20260101-000000").symlink_to(tmp_path / "other")
+    assert find_newest(tmp_path / "out")[0] == Checkpoint(own, 1, False)
+
+
+def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Return what changes a manifest and computes its checksum again."""
+
+    def edit(folder: Path) -> None:
+        content = json.loads((folder / MANIFEST).read_text())
+        del content["crc32"]
+        change(content)
+        content["crc32"] = checksum(json.dumps(content, sort_keys=True).encode())
+        (folder / MANIFEST).write_text(json.dumps(content))
+
+    return edit
+
+
+def pipe(name: str) -> Callable[[Path], None]:
+    """Return what puts a named pipe, which nobody writes to, in the place of a file."""
+
+    def replace_file(folder: Path) -> None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return replace_file
+
+
 def cut(folder: Path) -> None:
     path = folder / "iter_0000001/__0_0.distcp"
     path.write_bytes(path.read_bytes()[:-1])
@@ -66,6 +127,17 @@ def flip(folder: Path) -> None:
         (cut, "__0_0.distcp has 1999 bytes instead of 2000"),
         (flip, "manifest.json is damaged"),
         (lambda folder: (folder / "args.json").unlink(), "args.json is missing"),
+        (pipe(MANIFEST), "it has no manifest.json"),
+        (pipe("args.json"), "args.json cannot be read: .* is not a regular file"),
+        (edited(lambda content: content.pop("format")), "manifest.json is in format None"),
+        (edited(lambda content: content.pop("files")), "manifest.json has other fields"),
+        (edited(lambda content: content.update(tokenizer=None)), "tokenizer has other fields"),
+        (edited(lambda content: content.update(model=[])), "model is not an object"),
+        (edited(lambda content: content.update(saved_at="now")), "saved_at is 'now', which is not of type float"),
+        (edited(lambda content: content.update(prompts="8")), "prompts is '8', which is not of type int"),
+        (edited(lambda content: content["files"].update(x={"size": None, "crc32": ""})), "size is None"),
+        (edited(lambda content: content["dataset"].update(digests={"0": 1})), r"digests\['0'\] is 1"),
+        (lambda folder: (folder / MANIFEST).write_text("[" * 10**5), "manifest.json cannot be read"),
     ],
 )
 def test_an_incomplete_or_damaged_checkpoint_is_skipped_with_its_reason(
@@ -77,7 +149,7 @@ def test_an_incomplete_or_damaged_checkpoint_is_skipped_with_its_reason(
     os.utime(newest, (2**32, 2**32))
     found, skipped = find_newest(tmp_path)
     assert found == Checkpoint(whole, 1, False)
-    assert len(skipped) == 1 and skipped[0].startswith(f"{newest}: ") and reason in skipped[0]
+    assert len(skipped) == 1 and re.match(rf"{newest}: .*{reason}", skipped[0])
 
 
 def test_a_checkpoint_without_optimizer_state_is_skipped_if_that_is_loaded(tmp_path: Path) -> None:
