@@ -80,7 +80,7 @@ def train(name: str, work: Path) -> Result:
         end = done.stdout[-4000:]
         raise RuntimeError(f"{name} ended with exit code {done.returncode}; the end of its output:\n{end}")
     steps = [json.loads(line) for line in (output / "logging.jsonl").read_text().splitlines()]
-    rewards = [step["rewards/Letters/mean"] for step in steps if "rewards/Letters/mean" in step]
+    rewards = [step["rewards/letters/mean"] for step in steps if "rewards/letters/mean" in step]
     before, after = statistics.fmean(rewards[:MEAN_OVER]), statistics.fmean(rewards[-MEAN_OVER:])
     return Result(" ".join(ALGORITHMS[name]), round(before, 3), round(after, 3), len(rewards))
 

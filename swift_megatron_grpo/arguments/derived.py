@@ -6,11 +6,11 @@ import inspect
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from swift.megatron.arguments import MegatronRLHFArguments
-from swift.rewards import orms
 from swift.utils import get_dist_setting
 
 from swift_megatron_grpo.data.evaluation_sets import names_of
@@ -18,6 +18,7 @@ from swift_megatron_grpo.generation.protocol.model_identity import language_conf
 from swift_megatron_grpo.grading.rewards import gym_reward
 from swift_megatron_grpo.output.checkpoints.sources import Source
 from swift_megatron_grpo.output.recording import folder as recording
+from swift_megatron_grpo.output.report.completions import FIXED
 from swift_megatron_grpo.settings.adapter import Adapter
 from swift_megatron_grpo.settings.batches import Batches, BatchSizes
 from swift_megatron_grpo.settings.flag import Flags, parser_class
@@ -150,8 +151,9 @@ class DerivedArguments(AddedFlags):
 
     @property
     def reward_names(self) -> tuple[str, ...]:
-        names = tuple(map(_reward_name, self.reward_funcs))
-        return (*names, gym_reward.__name__) if self.of(Rewards).by_environment else names
+        """The names of the reward functions in logs: as typed, and each of them once."""
+        names = list(map(_reward_name, self.reward_funcs))
+        return numbered([*names, gym_reward.__name__] if self.of(Rewards).by_environment else names)
 
     # ---- evaluation
 
@@ -174,16 +176,16 @@ class DerivedArguments(AddedFlags):
 
     @property
     def correct_reward(self) -> int:
-        """The place of --eval_correct_reward, which may have its name in --reward_funcs or that in the log."""
-        chosen, typed, logged = self.eval_correct_reward, list(self.reward_funcs), list(self.reward_names)
+        """The place of --eval_correct_reward among the reward functions."""
+        chosen, names = self.eval_correct_reward, self.reward_names
         if chosen is None:
             return 0
-        if chosen not in typed and chosen not in logged:
+        if chosen not in names:
             raise ValueError(
                 f"--eval_correct_reward {chosen}: this run has no such reward function; "
-                f"use --eval_correct_reward {' or '.join([name for name in typed if isinstance(name, str)] or logged)}"
+                f"use --eval_correct_reward {' or '.join(names)}"
             )
-        return typed.index(chosen) if chosen in typed else logged.index(chosen)
+        return names.index(chosen)
 
     # ---- recording
 
@@ -235,7 +237,16 @@ def as_list(values: str | Sequence[str]) -> list[str]:
 
 
 def _reward_name(function: Any) -> str:
-    """Return the name of a reward function's class, as ms-swift names it."""
-    registered = orms[function] if isinstance(function, str) else function
-    has_name = inspect.isclass(registered) or inspect.isfunction(registered)
-    return registered.__name__ if has_name else type(registered).__name__
+    """Return a reward function's name in --reward_funcs; Python code may also pass a function or an object."""
+    if isinstance(function, str):
+        return function
+    return function.__name__ if inspect.isfunction(function) else type(function).__name__
+
+
+def numbered(names: Sequence[str]) -> tuple[str, ...]:
+    """Append _2, _3, ... to a name that is taken, by an earlier one or by a column of completions.jsonl."""
+    taken = list(FIXED)
+    for name in names:
+        candidates = chain([name], (f"{name}_{number}" for number in count(2)))
+        taken.append(next(candidate for candidate in candidates if candidate not in taken))
+    return tuple(taken[len(FIXED) :])

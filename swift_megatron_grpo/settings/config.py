@@ -116,7 +116,7 @@ class GradingConfig:
     """Rewards and advantages."""
 
     num_generations: int
-    reward_names: tuple[str, ...]  # as ms-swift names the functions
+    reward_names: tuple[str, ...]  # those of --reward_funcs, each of them once
     reward_weights: tuple[float, ...]  # one per reward function
     scale_rewards: ScaleRewards
     bad_reward: BadRewardPolicy

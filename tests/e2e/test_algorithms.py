@@ -56,7 +56,7 @@ def test_the_reward_is_reduced_by_beta_times_the_kl(runs: dict[str, Finished]) -
     rollouts = [step for step in runs["pp2"].log if "reward" in step]
     assert abs(rollouts[0]["kl"]) < 1e-5 and abs(rollouts[1]["kl"]) > 0.01
     for step in rollouts:
-        graded = step["rewards/EverySecond/mean"]
+        graded = step["rewards/every_second/mean"]
         assert step["reward"] == pytest.approx(graded - step["kl_beta"] * step["kl"], abs=1e-5)
 
 
@@ -73,7 +73,7 @@ def test_groups_of_equal_rewards_are_replaced(runs: dict[str, Finished]) -> None
     for step in steps:
         assert step["dynamic_sample/generated_groups"] >= 4
         if step["dynamic_sample/uniform_groups"] == 0:
-            assert step["rewards/EverySecond/mean"] < 1
+            assert step["rewards/every_second/mean"] < 1
 
 
 def test_tokens_are_selected_by_entropy(runs: dict[str, Finished]) -> None:

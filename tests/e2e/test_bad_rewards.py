@@ -20,10 +20,10 @@ CANNED = PLUGINS / "canned_completions.py"
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("raises", "reward function Raises raised KeyError: 'solution' (on 4 completions, the first: prompt"),
-        ("exits", "reward function Exits raised SystemExit: no solution (on 4 completions, the first: prompt"),
+        ("raises", "reward function raises raised KeyError: 'solution' (on 4 completions, the first: prompt"),
+        ("exits", "reward function exits raised SystemExit: no solution (on 4 completions, the first: prompt"),
         # "with exit code 3", or "suddenly" if the process that started the ranks has read the code first
-        ("exits_at_once", "during reward function ExitsAtOnce: the function called os._exit"),
+        ("exits_at_once", "during reward function exits_at_once: the function called os._exit"),
     ],
 )
 def test_a_bad_reward_stops_the_run_and_names_the_function(
@@ -53,7 +53,7 @@ def test_drop_trains_the_other_completions(folder: Path, dense: Path, dataset: P
 def test_drop_trains_the_other_batches_of_a_function_that_raises(folder: Path, dense: Path, dataset: Path) -> None:
     """The function raises on one of two ranks, in the first of two steps."""
     run = train((folder, dense, dataset), "raises_once", "--bad_reward", "drop")
-    named = "reward function RaisesOnce raised KeyError: 'solution'; --bad_reward drop leaves its batch out (on 4 comp"
+    named = "reward function raises_once raised KeyError: 'solution'; --bad_reward drop leaves its batch out (on 4 comp"
     assert run.output.count(named) == 1, run.output[-3000:]
     first, second = run.log
     assert first["rewards/dropped"] == 4 and "rewards/dropped" not in second

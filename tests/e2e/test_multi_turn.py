@@ -74,7 +74,7 @@ def test_the_template_trains_on_conversations(tmp_path: Path, dense: Path) -> No
     first, second = run.log
     # vLLM's log-prob of each sampled token in its turn matches the trainer's in the whole conversation.
     assert first["rollout/k3_kl"] < 1e-9 and second["rollout/k3_kl"] < 1e-9
-    assert first["num_turns"] == 3 and first["rewards/gym_reward/mean"] > 0 and first["rewards/Turns/mean"] == 3
+    assert first["num_turns"] == 3 and first["rewards/gym_reward/mean"] > 0 and first["rewards/turns/mean"] == 3
 
     dumped = tmp_path / "rollouts" / "rollout-000000.jsonl"
     rows = read_json_lines(dumped)

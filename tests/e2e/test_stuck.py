@@ -49,15 +49,16 @@ def sections(run: Finished) -> dict[str, str]:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(("function", "name"), [("sleeps", "Sleeps"), ("awaits", "Awaits")])
-def test_a_reward_timeout_names_the_function(inputs: tuple[Path, Path, Path], function: str, name: str) -> None:
+@pytest.mark.parametrize("function", ["sleeps", "awaits"])
+def test_a_reward_timeout_names_the_function(inputs: tuple[Path, Path, Path], function: str) -> None:
     done = run(inputs, function, ["--reward_funcs", function, "--reward_timeout", "3"])
     assert done.code != 0  # the function would sleep for an hour
     message = (
-        rf"RewardError: reward function {name} has not returned after [23]\.\d s \(--reward_timeout\), on 4 completions"
+        rf"RewardError: reward function {function} has not returned after [23]\.\d s \(--reward_timeout\), on 4 "
+        "completions"
     )
     assert re.search(message, done.output), done.output[-3000:]
-    assert f"RankFailure: grading failed on rank 1: RewardError: reward function {name}" in done.output
+    assert f"RankFailure: grading failed on rank 1: RewardError: reward function {function}" in done.output
     assert not list(done.folder.glob("stuck-*.txt"))  # an error like any other
 
 

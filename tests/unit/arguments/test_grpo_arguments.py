@@ -279,6 +279,12 @@ try:
 except ValueError as error:
     grading_error = str(error)
 
+def length(completions, **columns):
+    return [len(text) for text in completions]
+
+several = copy(full)
+several.reward_funcs = ["format", "of_its_class", "format", "tokens", length, length, "format_2"]
+
 from datasets import Dataset
 
 def init(rows, **values):
@@ -301,6 +307,7 @@ print("RESULT" + json.dumps({
     "lora": repr(configure(lora)),
     "references": [configure(full).reference.model_dir, configure(lora).reference.model_dir],
     "reward names": turns.reward_names,
+    "several names": several.reward_names,
     "only servers": [*by_servers.reward_names, of_servers],
     "grading error": grading_error,
     "turns": repr(configure(turns)),
@@ -333,12 +340,18 @@ def test_a_refusal_by_ms_swift_leaves_nothing_on_disk(accepted: dict[str, Any]) 
 
 def test_servers_decide_whether_environments_grade(accepted: dict[str, Any]) -> None:
     """Reward weights are therefore counted after the servers have reported it, as in ms-swift."""
-    assert accepted["reward names"] == ["Format", "gym_reward"]
+    assert accepted["reward names"] == ["format", "gym_reward"]
     assert "reward_weights has 2 values for 1 reward functions" in accepted["grading error"]
     assert "--vllm_server_pass_dataset true', scheduler=None, max_turns=None, gym_env=None)" in accepted["turns"]
     assert accepted["only servers"][0] == "gym_reward"  # no --reward_funcs, and no flag for turns either
     assert "RemoteTurnsConfig(requested_by=None, scheduler=None" in accepted["only servers"][1]
     assert "turns=None, max_staleness=" in accepted["turns"]  # no conversations in the training processes
+
+
+def test_every_reward_function_has_a_name_of_its_own_in_the_logs(accepted: dict[str, Any]) -> None:
+    """The typed one, also for two functions of one class. `tokens` is another column of completions.jsonl."""
+    names = accepted["several names"]
+    assert names == ["format", "of_its_class", "format_2", "tokens_2", "length", "length_2", "format_2_2"]
 
 
 def test_sizes_that_only_ms_swift_refuses_pass_its_parsing(accepted: dict[str, Any]) -> None:
@@ -368,7 +381,7 @@ def test_the_settings_of_the_stages_equal_the_flags(accepted: dict[str, Any]) ->
     for part in (
         "epsilon=0.2, epsilon_high=0.3, importance_sampling_level='token'",
         "max_completion_length=512, beta=0.04, kl_estimator=None",
-        "reward_names=('Format',), reward_weights=(1.0,), scale_rewards='group', bad_reward='stop'",
+        "reward_names=('format',), reward_weights=(1.0,), scale_rewards='group', bad_reward='stop'",
         "dtype=torch.bfloat16, tensor_parallel_size=1, gpu_memory_utilization=0.9, max_model_len=None, max_num_seqs=16",
         "CompletionLogging(log_completions=True",
     ):
