@@ -68,6 +68,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     loop: GRPOLoop  # this and the next two from setup_training on
     checkpoints: CheckpointWriter
     evaluation: Evaluation  # with validation datasets only
+    _train_metrics: dict[str, Any]  # ms-swift's, of the steps since the last one that was logged
 
     def __init__(self, args: GRPOArguments, template: Template, vllm_client: Start) -> None:
         """Build the models. `vllm_client`: ms-swift's name for what plugin/register.py prepares."""
@@ -238,6 +239,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.finalize_training()
 
     def run_train_step(self, train_data_iterator: None, val_data_iterator: None) -> bool:
+        # ms-swift's callback logs step 1 and every --logging_steps; a run of any length ends with its last step
+        self.state.should_log = self.state.iteration + 1 >= self.args.train_iters
         with self.checkpoints.finishing_earlier_saves():
             continues: bool = super().run_train_step(train_data_iterator, val_data_iterator)
         return continues
@@ -258,6 +261,9 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         if not self._is_set_up:  # no step has begun
             return
         folder = self._save_last_step()
+        if self._train_metrics:
+            self.on_log(logs=self._train_metrics)
+            self._train_metrics = {}
         number = self.stop.agreed()
         if number is None:
             return

@@ -58,7 +58,8 @@ def test_a_signal_to_the_command_stops_all_processes(folder: Path, dense: Path, 
     resume = check_stopped(run, step).split()
     assert resume == ["--finetune", "false", "--mcore_model", str(run.folder / f"checkpoint-{step}")]
     assert alive_after(2, started) == []
-    more = megatron_rlhf(dense, dataset, folder / "more", 2, [*flags, *resume, "--train_iters", str(step + 1)])
+    flags += [*resume, "--train_iters", str(step + 1), "--logging_steps", "1000"]
+    more = megatron_rlhf(dense, dataset, folder / "more", 2, flags)
     assert more.code == 0, more.output[-4000:]
     assert [line["iteration"] for line in more.log] == [f"{step + 1}/{step + 1}"]
 
@@ -77,9 +78,10 @@ def inputs(folder: Path, dense: Path, dataset: Path) -> tuple[Path, Path, Path]:
 
 
 def test_a_signal_to_one_rank_stops_all_after_the_step(inputs: tuple[Path, Path, Path]) -> None:
-    run = stop(inputs, "train", "step 2, rank 1, train", [])
+    run = stop(inputs, "train", "step 2, rank 1, train", ["--logging_steps", "1000"])
     assert run.code != 0
     check_stopped(run, 2)
+    assert [line["iteration"] for line in run.log] == ["1/1000", "2/1000"]
 
 
 def test_all_ranks_of_an_engine_give_up_a_generation_that_takes_too_long(

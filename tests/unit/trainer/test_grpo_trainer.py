@@ -43,7 +43,7 @@ def make(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tupl
         iteration=0, consumed_train_samples=0, last_model_checkpoint=None, best_model_checkpoint=None, should_log=True,
         should_eval=True, should_save=True,
     )  # fmt: skip
-    trainer._start_iteration, trainer._seeds_dropout, trainer._is_set_up = 0, False, True
+    trainer._start_iteration, trainer._seeds_dropout, trainer._is_set_up, trainer._train_metrics = 0, False, True, {}
     trainer.loop = GRPOLoop(run.config, run.stages, trainer.state, 0, STEPS)
     trainer.checkpoints, trainer.stop, trainer.remote = writer(folder), run.stages.stop, None
     trainer._checkpoint_bytes = lambda: 100.0
@@ -116,6 +116,33 @@ def test_a_failure_of_all_ranks_saves_the_last_complete_step(tmp_path: Path, mon
     with pytest.raises(SharedFailure, match="a server is lost"):
         trainer.train([], None)
     assert run.events == ["models reload", "save"] and has_manifest(tmp_path / "checkpoint-2")
+
+
+def test_the_last_step_is_logged_whatever_logging_steps_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, _ = make(tmp_path, monkeypatch)
+    logged = []
+
+    def run_step(self: Any, *_: Any) -> bool:
+        trained(self, 1)
+        logged.extend([self.state.iteration] if self.state.should_log else [])
+        return bool(self.state.iteration < STEPS)
+
+    monkeypatch.setattr(BaseMegatronTrainer, "run_train_step", run_step)
+    trainer.state.should_log = False
+    while trainer.run_train_step(None, None):
+        pass
+    assert logged == [STEPS]
+
+
+def test_steps_before_an_early_end_are_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, run = make(tmp_path, monkeypatch)
+    trained(trainer, 2)
+    trainer._train_metrics = {"loss": torch.tensor([3.0, 2.0])}
+    trainer.on_log = lambda logs: run.events.append(f"log {[*logs]}")
+    run.events.clear()
+    for _ in range(2):
+        trainer._end_early()
+    assert run.events == ["models reload", "save", "log ['loss']"]
 
 
 def test_a_step_that_is_saved_already_is_not_saved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
