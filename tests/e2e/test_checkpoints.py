@@ -16,6 +16,7 @@ from tests.fakes.ranks import OneRank
 from tests.support.runs import CANNED, PLUGINS, Finished, make_model, megatron_rlhf
 
 pytestmark = pytest.mark.e2e
+DEFAULTS = "generation_config.json"
 STATES = ["--save_steps", "1", "--no_save_optim", "false", "--no_save_rng", "false", *CANNED]
 
 
@@ -51,8 +52,9 @@ def resume(model: Path, dataset: Path, run: Path, checkpoint: str, ranks: int = 
     return megatron_rlhf(model, dataset, run, ranks, [*STATES, *source, *flags])
 
 
-def test_every_file_that_is_read_is_verified(copy: Path) -> None:
+def test_every_file_that_is_read_is_verified(copy: Path, dense: Path) -> None:
     folder = copy / "checkpoint-2"
+    assert (folder / DEFAULTS).read_bytes() == (dense / DEFAULTS).read_bytes()
     manifest = read_manifest(folder)
     assert {name: entry.size for name, entry in manifest.files.items()} == list_files(folder)
     assert (manifest.step, manifest.dataset.rows, manifest.model["num_hidden_layers"]) == (2, 32, 4)
@@ -105,6 +107,7 @@ def test_adapters_merged_copies_and_asynchronous_saves_are_covered(folder: Path,
             manifest = read_manifest(run.folder / name)
             assert {file: entry.size for file, entry in manifest.files.items()} == list_files(run.folder / name)
     last = run.folder / "checkpoint-2"
+    assert not (last / DEFAULTS).exists() and (run.folder / "checkpoint-2-merged" / DEFAULTS).is_file()
     for source, name in (
         (Source("mcore_adapter", last, True), "iter_0000002/__0_0.distcp"),
         (Source("adapters", last, False), "adapter_model.safetensors"),

@@ -1,16 +1,20 @@
-"""Tensors of the checkpoint that training leaves out on purpose, and that are saved again as they were.
+"""Parts of the source that training leaves out on purpose, and that are saved again as they were.
 
 Layers of multi-token prediction are neither built nor trained, nor is the vision tower with --language_model_only.
 mcore-bridge saves what it has built, so the saved model would lack them without a word: a deployment that decodes
-speculatively would fail. It can copy them from the source checkpoint (--save_missing_weights).
+speculatively would fail. It can copy them from the source checkpoint (--save_missing_weights). It writes config.json
+alone: without generation_config.json, vLLM and transformers would sample with other defaults, and stop at fewer tokens.
 """
 
 from __future__ import annotations
 
 import re
+import shutil
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from mcore_bridge.config import ModelConfig
+from mcore_bridge.utils import is_master
 
 from swift_megatron_grpo.weights.stored_tensors import stored_tensors
 
@@ -57,7 +61,7 @@ class KeptTensors(NamedTuple):
 
 
 def keep_untrained_tensors(bridge: Any, config: ModelConfig, source: str, keep: bool | None) -> KeptTensors:
-    """Save such tensors with the model, unless `keep` is False.
+    """Save such tensors with the model, unless `keep` is False, and generation_config.json.
 
     `source`: the folder of the checkpoint. `keep`: --save_missing_weights, which also copies any other tensor that the
     model does not have. A copy of a tied embedding is never saved: its values would be those before training.
@@ -70,9 +74,14 @@ def keep_untrained_tensors(bridge: Any, config: ModelConfig, source: str, keep: 
     save_weights = bridge.save_weights
     copy_missing = bridge._save_missing_weights
 
-    def save_with_untrained(*args: Any, save_missing_weights: str | bool | None = None, **options: Any) -> None:
+    def save_with_untrained(
+        models: Any, folder: str, *args: Any, save_missing_weights: str | bool | None = None, **options: Any
+    ) -> None:
         wanted = save_missing_weights or (source if untrained and keep is not False else False)
-        save_weights(*args, save_missing_weights=wanted, **options)
+        save_weights(models, folder, *args, save_missing_weights=wanted, **options)
+        defaults = Path(source, "generation_config.json")
+        if defaults.is_file() and not options.get("peft_format") and is_master():
+            shutil.copyfile(defaults, Path(folder, defaults.name))
 
     def copy_untrained(saver: Any, saved: set[str], folder: str | None = None) -> None:
         copy_missing(saver, saved | stale | others, folder)

@@ -25,7 +25,9 @@ class Bridge:
         self.built = built
         self.saved: list[str] = []
 
-    def save_weights(self, models: object, folder: str, save_missing_weights: str | bool = False) -> None:
+    def save_weights(
+        self, models: object, folder: str, save_missing_weights: str | bool = False, peft_format: bool = False
+    ) -> None:
         self.saved = list(self.built)
         if save_missing_weights:
             self._save_missing_weights(None, {*self.built}, str(save_missing_weights))
@@ -89,3 +91,15 @@ def test_towers_that_are_not_built_are_saved(source: str) -> None:
 def test_a_model_without_such_tensors_is_saved_as_ever(tmp_path: Path) -> None:
     save_file({TRAINED: torch.ones(2)}, tmp_path / "model.safetensors", {"format": "pt"})
     assert saved(str(tmp_path), [TRAINED], keep=None) == (None, [TRAINED])
+
+
+def test_a_whole_model_is_saved_with_the_sampling_defaults_of_its_source(source: str, tmp_path: Path) -> None:
+    defaults = '{"temperature": 0.6, "eos_token_id": [1, 2]}'
+    Path(source, "generation_config.json").write_text(defaults)
+    bridge = Bridge([TRAINED])
+    keep_untrained_tensors(bridge, config(), source, None)
+    for name, is_adapter in (("whole", False), ("adapter", True)):
+        (tmp_path / name).mkdir()
+        bridge.save_weights(None, str(tmp_path / name), peft_format=is_adapter)
+    assert (tmp_path / "whole" / "generation_config.json").read_text() == defaults
+    assert not list((tmp_path / "adapter").iterdir())
