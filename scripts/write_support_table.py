@@ -68,7 +68,8 @@ The {len(NOTED)} flags that are accepted and change nothing, with a line in the 
 ## Refused settings of vLLM
 
 The settings that `--vllm_engine_kwargs` refuses, in `swift rollout` as well. A name that ends in `_` stands for all
-settings that begin with it. All other settings are passed to vLLM.
+settings that begin with it. A value that the engine has anyway, such as `"data_parallel_size": 1`, is accepted. All
+other settings are passed to vLLM.
 
 {engine_table()}"""
 

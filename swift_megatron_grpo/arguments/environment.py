@@ -29,7 +29,7 @@ from swift.utils import import_external_file
 from swift_megatron_grpo.arguments.derived import DerivedArguments, as_list
 from swift_megatron_grpo.generation.conversations import checks as turns
 from swift_megatron_grpo.generation.conversations.checks import check_registered
-from swift_megatron_grpo.generation.vllm.engine_kwargs import check_engine_kwargs, parse_json_object
+from swift_megatron_grpo.generation.vllm.engine_kwargs import parse_json_object, passed_on
 from swift_megatron_grpo.output.checkpoints.sources import check_optimizer_state, check_quickly
 from swift_megatron_grpo.output.recording import folder as recording
 from swift_megatron_grpo.settings.flag import Faults, as_typed, faults_of, raise_faults
@@ -62,7 +62,7 @@ def check_environment(args: DerivedArguments) -> None:
 def _faults(args: DerivedArguments) -> Faults:
     for flag in _JSON_FLAGS:
         yield from faults_of(parse_json_object, flag, getattr(args, flag))
-    yield from faults_of(_check_engine_settings, args)
+    yield from faults_of(_reduce_engine_settings, args)
     yield from _faults_of_paths(args)
     for flag, table in _TABLES.items():
         if getattr(args, flag) is not None:
@@ -143,10 +143,11 @@ def _check_turns(args: DerivedArguments) -> None:
     )
 
 
-def _check_engine_settings(args: DerivedArguments) -> None:
+def _reduce_engine_settings(args: DerivedArguments) -> None:
+    """Leave out of --vllm_engine_kwargs what the engine has anyway; refuse what the run excludes."""
     settings = parse_json_object("vllm_engine_kwargs", args.vllm_engine_kwargs)
     if not args.uses_servers:  # otherwise the flag has no effect, as the start-up log notes
-        check_engine_kwargs(settings, adapter_only=args.vllm_enable_lora)
+        args.vllm_engine_kwargs = passed_on(settings, args.vllm_enable_lora, vars(args))
 
 
 def _faults_of_megatron_settings(args: DerivedArguments) -> Faults:

@@ -21,8 +21,8 @@ from swift_megatron_grpo.generation.vllm.engine_kwargs import (
     EXPERTS,
     FLAG,
     REFUSED_BY_SERVERS,
-    check_engine_kwargs,
     parse_json_object,
+    passed_on,
 )
 from swift_megatron_grpo.types import Quantization
 from swift_megatron_grpo.weights.load.quantization import check_quantization, engine_settings, refusal_of_device
@@ -115,7 +115,7 @@ class GRPORolloutArguments(RolloutArguments):
     def _check_engine(self) -> None:
         """Refuse settings of vLLM that would change the policy that generates, as the trainer does in colocate."""
         settings = parse_json_object(FLAG, self.vllm_engine_kwargs)
-        check_engine_kwargs(settings, self.vllm_enable_lora, REFUSED_BY_SERVERS)
+        settings = passed_on(settings, self.vllm_enable_lora, vars(self), REFUSED_BY_SERVERS)
         if self.vllm_quantization is not None:
             raise ValueError(
                 f"--vllm_quantization {self.vllm_quantization}: a server quantizes the weights that it receives; use "

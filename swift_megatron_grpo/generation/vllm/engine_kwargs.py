@@ -74,23 +74,62 @@ REFUSED_BY_SERVERS: Mapping[str, str] = {
     for name, why in REFUSED.items()
     if name != EXPERTS  # a trainer with --router_replay_mode R3 requires it of its servers
 }
+# Values that an engine has anyway, beyond None, False and what is empty: settings with them change nothing.
+_SIZE_OF_ONE = (
+    "pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size", "data_parallel_size",
+    "data_parallel_size_local", "nnodes",
+)  # fmt: skip
+_ANYWAY: Mapping[str, Any] = dict.fromkeys(_SIZE_OF_ONE, 1) | {
+    "trust_remote_code": True, "enable_cumem_allocator": None, "cpu_offload_gb": 0, "node_rank": 0,
+    "logprobs_mode": "processed_logprobs",
+}  # fmt: skip
+_OFF = ("none", "disabled", "auto", "")
 # Other formats load quantized weights, or shards of another layout.
 _LOAD_FORMATS = ("auto", "safetensors", "hf", "pt", "npcache", "dummy", "runai_streamer", "fastsafetensors")
 
 
-def check_engine_kwargs(settings: Mapping[str, Any], adapter_only: bool, refused: Mapping[str, str] = REFUSED) -> None:
-    """Raise ValueError for settings that are refused or unknown. `adapter_only`: the run sends only its adapter."""
-    problems = [f"--{FLAG}: {problem}" for problem in _problems(settings, adapter_only, refused)]
+def passed_on(
+    settings: Mapping[str, Any], adapter_only: bool, flags: Mapping[str, Any], refused: Mapping[str, str] = REFUSED
+) -> dict[str, Any]:
+    """Return the settings without those that an engine has anyway. Raise ValueError for others that are refused.
+
+    `adapter_only`: the run sends only its adapter. `flags`: the values of all flags.
+    """
+    refusable = [name for name in settings if _family(name, refused) is not None]
+    kept = {n: value for n, value in settings.items() if n not in refusable or not _runs(n, value, flags)}
+    problems = [f"--{FLAG}: {problem}" for problem in _problems(kept, adapter_only, refused)]
     if problems:
         raise ValueError("\n".join(problems))
+    return kept
+
+
+def _runs(name: str, value: Any, flags: Mapping[str, Any]) -> bool:
+    """Return True if an engine has this value of a refused setting anyway."""
+    flag = _FLAGS.get(name, f"vllm_{name}")
+    if name == EXPERTS:  # which two flags set
+        return False
+    if flag not in flags:
+        is_empty = value is None or value is False or value in ("", [], {})
+        return bool(value == _ANYWAY[name]) if name in _ANYWAY else is_empty
+    by_flag = flags[flag]
+    if isinstance(value, bool) and not isinstance(by_flag, bool):  # enable_sleep_mode and --sleep_level
+        return value == (by_flag not in (0, None, *_OFF))
+    if value is None or value in _OFF:
+        return by_flag is None or by_flag is False or by_flag in _OFF
+    return bool(value == by_flag)
+
+
+def _family(name: str, refused: Mapping[str, str]) -> str | None:
+    """Return the name or the beginning of a name under which a setting is refused."""
+    return next((f for f in refused if name == f or (f[-1] == "_" and name.startswith(f))), None)
 
 
 def _problems(settings: Mapping[str, Any], adapter_only: bool, refused: Mapping[str, str]) -> Iterator[str]:
     known = settings_of_vllm()
     for name in settings:
-        families = [family for family in refused if name == family or (family[-1] == "_" and name.startswith(family))]
-        if families:
-            why = refused[families[0]]
+        family = _family(name, refused)
+        if family is not None:
+            why = refused[family]
             yield f"{name}: {why}" if why.startswith("use --") else f"{name}: {why}; leave it out"
         elif known and name not in known:
             close = difflib.get_close_matches(name, sorted(known - refused.keys()), n=3)

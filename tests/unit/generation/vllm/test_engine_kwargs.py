@@ -13,15 +13,15 @@ from swift_megatron_grpo.generation.vllm.engine_kwargs import (
     EXPERTS,
     REFUSED,
     REFUSED_BY_SERVERS,
-    check_engine_kwargs,
     parse_json_object,
+    passed_on,
     settings_of_vllm,
 )
 
 
 def refuse(settings: dict[str, object], adapter_only: bool = False, refused: Mapping[str, str] = REFUSED) -> str:
     with pytest.raises(ValueError) as caught:
-        check_engine_kwargs(settings, adapter_only, refused)
+        passed_on(settings, adapter_only, {}, refused)
     return str(caught.value)
 
 
@@ -43,8 +43,43 @@ def _is_family(refused: str, names: set[str]) -> bool:
 
 def test_settings_of_speed_memory_and_logs_pass() -> None:
     names = ["max_num_batched_tokens", "kv_cache_dtype", "compilation_config", "scheduling_policy", "watermark"]
-    check_engine_kwargs(dict.fromkeys(names, 1), adapter_only=True)
-    check_engine_kwargs({"load_format": "dummy", "max_logprobs": 5}, adapter_only=False)
+    passed_on(dict.fromkeys(names, 1), True, {})
+    passed_on({"load_format": "dummy", "max_logprobs": 5}, False, {})
+
+
+@pytest.mark.parametrize(
+    ("setting", "flags"),
+    [
+        ({"data_parallel_size": 1}, {}),
+        ({"pipeline_parallel_size": 1, "enable_expert_parallel": False, "speculative_config": None}, {}),
+        ({"hf_overrides": {}, "trust_remote_code": True, "cpu_offload_gb": 0}, {}),
+        (
+            {"tensor_parallel_size": 2, "enforce_eager": True},
+            {"vllm_tensor_parallel_size": 2, "vllm_enforce_eager": True},
+        ),
+        ({"quantization": None, "dtype": "bfloat16"}, {"rollout_quantization": "none", "torch_dtype": "bfloat16"}),
+        ({"enable_sleep_mode": True}, {"sleep_level": 2}),
+    ],
+)
+def test_a_setting_that_an_engine_has_anyway_is_left_out(setting: dict[str, object], flags: dict[str, object]) -> None:
+    assert passed_on({**setting, "max_num_batched_tokens": 64}, False, flags) == {"max_num_batched_tokens": 64}
+
+
+@pytest.mark.parametrize(
+    ("setting", "flags"),
+    [
+        ({"data_parallel_size": 2}, {}),
+        ({"data_parallel_size": 1}, {"vllm_data_parallel_size": 4}),
+        ({"trust_remote_code": False}, {}),
+        ({"tensor_parallel_size": 1}, {"vllm_tensor_parallel_size": 2}),
+        ({"mm_processor_cache_gb": 0}, {"vllm_mm_processor_cache_gb": None}),
+        ({"enable_sleep_mode": False}, {"sleep_level": 1}),
+        ({"enable_return_routed_experts": True}, {"router_replay_mode": "R2"}),
+    ],
+)
+def test_another_value_than_an_engine_has_is_refused(setting: dict[str, object], flags: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="--vllm_engine_kwargs: "):
+        passed_on(setting, False, flags)
 
 
 def test_every_setting_of_a_family_is_refused() -> None:
@@ -54,7 +89,7 @@ def test_every_setting_of_a_family_is_refused() -> None:
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_refused_settings_are_named_with_the_reason_and_a_way_out(name: str) -> None:
-    message = refuse({name: 1})
+    message = refuse({name: 7})
     assert message.startswith(f"--vllm_engine_kwargs: {name}: {REFUSED[name]}")
     assert "leave it out" in message or "use --" in message
 
@@ -73,7 +108,7 @@ def test_settings_that_a_flag_sets_name_the_flag() -> None:
 def test_servers_refuse_the_same_settings_and_name_their_own_flags(name: str) -> None:
     from swift_megatron_grpo.generation.server.arguments import GRPORolloutArguments
 
-    message = refuse({name: 1}, refused=REFUSED_BY_SERVERS)
+    message = refuse({name: 7}, refused=REFUSED_BY_SERVERS)
     why = REFUSED_BY_SERVERS[name]
     assert set(REFUSED_BY_SERVERS) == set(REFUSED) - {EXPERTS}
     assert message.startswith(f"--vllm_engine_kwargs: {name}: {why}")
@@ -113,6 +148,6 @@ def test_malformed_json_is_refused_with_its_position(tmp_path: Path) -> None:
 def test_servers_report_experts_and_colocate_names_the_flag() -> None:
     setting = {"enable_return_routed_experts": True}
     assert "use --router_replay_mode" in refuse(setting)
-    check_engine_kwargs(setting, False, REFUSED_BY_SERVERS)
+    passed_on(setting, False, {}, REFUSED_BY_SERVERS)
     with pytest.raises(ValueError, match="enable_return_routed_experts must be true or false, got 'yes'"):
-        check_engine_kwargs({"enable_return_routed_experts": "yes"}, False, REFUSED_BY_SERVERS)
+        passed_on({"enable_return_routed_experts": "yes"}, False, {}, REFUSED_BY_SERVERS)
