@@ -24,6 +24,7 @@ from swift_megatron_grpo.settings.batches import Batches, BatchSizes
 from swift_megatron_grpo.settings.flag import Flags, parser_class
 from swift_megatron_grpo.settings.groups import GROUPS
 from swift_megatron_grpo.settings.layout import DataShape, Facts, Layout, ModelShape
+from swift_megatron_grpo.settings.modules import module_paths
 from swift_megatron_grpo.settings.parallel import Parallel
 from swift_megatron_grpo.settings.recording import Recording
 from swift_megatron_grpo.settings.reference import Reference
@@ -211,6 +212,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
     def number(*keys: str) -> int | None:
         return next((text[key] for key in keys if isinstance(text.get(key), int)), None)
 
+    experts = number("num_experts", "n_routed_experts", "moe_num_experts", "num_local_experts")
     latent = "kv_lora_rank" in text  # every rank holds the whole latent, and all heads are alike
     linear = [number("linear_num_key_heads"), number("linear_num_value_heads")]
     return ModelShape(
@@ -219,10 +221,21 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
         kv_heads=None if latent else number("num_key_value_heads"),
         ffn=number("intermediate_size"),
         layers=number("num_hidden_layers"),
-        experts=number("num_experts", "n_routed_experts", "moe_num_experts", "num_local_experts"),
+        experts=experts,
         expert_ffn=number("moe_intermediate_size"),
         linear_heads=tuple(heads for heads in linear if heads is not None),
+        modules=module_paths(text, experts is not None) if text == config else (),
+        repeats_prompts=_why_repeated(text),
     )
+
+
+def _why_repeated(text: Mapping[str, Any]) -> str | None:
+    """Return why this attention cannot share prompts, where training/layers/shared_prompts.py would refuse it late."""
+    if "linear_num_key_heads" in text:
+        return "layers with linear attention have a state that runs along each sequence"
+    if "kv_lora_rank" in text:
+        return "multi-latent attention takes positions from the bounds of sequences"
+    return None
 
 
 def world_size() -> int:

@@ -20,8 +20,9 @@ from swift_megatron_grpo.arguments.refused import STOCK_TRAINER
 from swift_megatron_grpo.generation.protocol.model_identity import language_config, position_identity
 from swift_megatron_grpo.platforms.attention_packages import fault_of_delta_rule, has_flash_attention
 from swift_megatron_grpo.settings.flag import Faults, as_typed, faults_of
+from swift_megatron_grpo.settings.modules import fault_of_names, module_paths
 from swift_megatron_grpo.settings.positions import Positions
-from swift_megatron_grpo.settings.trained import check_target_modules
+from swift_megatron_grpo.settings.trained import Trained
 from swift_megatron_grpo.weights.load.quantization import check_quantization
 from swift_megatron_grpo.weights.stored_tensors import stored_tensors
 
@@ -53,6 +54,7 @@ REFUSED_COMPOSITE: Mapping[str, str] = {
     "qwen3_omni_moe": "it has audio and speech parts, which no test covers yet",
     "qwen4_exp": "its hyper connections and n-gram tables are not supported yet",
 }
+_SEEING = ("vis", "multi_modal_projector")  # how names begin in the image part of a checkpoint
 
 
 def faults_of_model(args: DerivedArguments) -> Faults:
@@ -70,11 +72,23 @@ def _check_architecture(args: DerivedArguments) -> None:
     if torch.cuda.is_available():
         check_flash_attention(as_typed(args.attention_backend), args.context_parallel_size, has_flash_attention())
     check_stacked_experts(args.model, args.model_dir, config)
-    if not args.model_meta.is_multimodal:
-        check_target_modules(args.target_modules)
-    else:
+    if args.model_meta.is_multimodal:
+        check_modules(args.model_dir, config, args.model_shape.experts is not None, args.of(Trained))
         check_composite_rope(args.of(Positions), config)
         check_composite(args.model, config, (args.freeze_llm, args.freeze_vit, args.freeze_aligner))
+
+
+def check_modules(folder: str | Path, config: Mapping[str, Any], has_experts: bool, trained: Trained) -> None:
+    """Refuse names of modules that neither the language model nor the image part of a composite model has."""
+    parts = {name.rpartition(".")[0] for name in stored_tensors(folder)}
+    if trained.tuner_type != "lora" or trained.target_regex or not parts:  # of a hub, weights are downloaded later
+        return
+    seeing = [path for path in parts if any(part.startswith(_SEEING) for part in path.split("."))]
+    paths = [*module_paths(language_config(config), has_experts), *seeing]
+    for flag in ("target_modules", "modules_to_save"):
+        fault = fault_of_names(flag, getattr(trained, flag), paths)
+        if fault is not None:
+            raise ValueError(fault)
 
 
 def check_composite(model: str, config: Mapping[str, Any], frozen: tuple[bool, bool, bool]) -> None:

@@ -3,6 +3,7 @@
 flag.py          describe a flag, and the one function that checks all of them
 groups.py        all of these classes
 config.py        settings that the stages take
+modules.py       names of the modules that Megatron builds, and whether flags name them
 layout.py        facts that rules may know beyond the flags: the parallel sizes, the model, the images
 parallel.py      the flags of the layout, and whether the model can be divided by it
 batches.py       batch sizes, the nearest ones that fit together, and micro batches

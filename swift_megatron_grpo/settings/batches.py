@@ -17,7 +17,7 @@ from math import gcd, lcm
 from typing import Annotated, Any, Literal
 
 from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, as_typed, flag, rule
-from swift_megatron_grpo.settings.layout import Layout
+from swift_megatron_grpo.settings.layout import Layout, ModelShape
 
 SharePrompts = Literal["auto", "true", "false"]
 SHARE_PROMPTS_FROM: dict[SharePrompts, float | None] = {"auto": 0.05, "true": 0.0, "false": None}
@@ -282,6 +282,11 @@ class MicroBatches(Flags):
                 "--share_prompts true has no effect in micro batches of one completion; use "
                 "--max_tokens_per_micro_batch 16384, or a --micro_batch_size that is a multiple of --num_generations"
             )
+
+    @rule
+    def the_attention_can_share_prompts(self, shape: ModelShape) -> Faults:
+        if self.share_prompts == "true" and shape.repeats_prompts is not None:
+            yield f"--share_prompts true: {shape.repeats_prompts}; use --share_prompts auto, which repeats prompts here"
 
     @property
     def share_prompts_from(self) -> float | None:

@@ -66,6 +66,8 @@ class ModelShape:
     experts: int | None
     expert_ffn: int | None
     linear_heads: tuple[int, ...] = ()  # of linear attention
+    modules: tuple[str, ...] = ()  # their paths in Megatron; empty: not known
+    repeats_prompts: str | None = None  # why its attention needs a copy of the prompt for each completion
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any
 
 import torch
 
 from swift_megatron_grpo.settings.flag import Above, AtLeast, Faults, Flags, Range, as_typed, flag, rule, rule_as_typed
+from swift_megatron_grpo.settings.layout import ModelShape
+from swift_megatron_grpo.settings.modules import fault_of_names, frozen
 
-_DTYPES = ("auto", "bfloat16", "bf16", "float16", "fp16", "half", "float32", "fp32", "float")
+_DTYPES = ("bfloat16", "float16", "half", "float32", "float")  # as torch names them, which ms-swift looks up
 _ONLY_FULL = (
     "freeze_parameters_ratio", "freeze_parameters_regex", "trainable_parameters", "trainable_parameters_regex",
 )  # fmt: skip
@@ -26,7 +27,9 @@ class Trained(Flags):
     freeze_parameters_regex: str | None
     trainable_parameters: list[str]
     trainable_parameters_regex: str | None
+    target_modules: Any  # names; --target_regex once ms-swift has resolved it
     target_regex: str | None
+    modules_to_save: list[str]
     lora_rank: Annotated[int, AtLeast(1, use=8)]
     lora_alpha: Annotated[int, Above(0, use=32, why="the adapter is multiplied by it")]
     max_model_len: Annotated[int | None, AtLeast(2, use=32768)]
@@ -82,16 +85,56 @@ class Trained(Flags):
                 )
 
     @rule
+    def modules_of_an_adapter_exist(self, shape: ModelShape) -> Faults:
+        """peft ignores a name that matches nothing if another one matches, and fails late if none does."""
+        paths, pattern = shape.modules, self.target_regex
+        if self.tuner_type != "lora" or not paths:
+            return
+        for name in ("target_modules", "modules_to_save") if pattern is None else ("modules_to_save",):
+            yield from filter(None, [fault_of_names(name, getattr(self, name), paths)])
+        with suppress(re.error):  # which the rule above reports
+            if pattern is not None and not any(re.fullmatch(pattern, path) for path in paths):
+                yield (
+                    rf"--target_regex {pattern} matches no module of this model, whose whole name is compared; leave "
+                    r"it out and use --target_modules, or write a pattern such as '.*\.linear_qkv'"
+                )
+
+    @rule
+    def freezing_leaves_some_weights(self, shape: ModelShape) -> Faults:
+        if self.tuner_type != "full" or not self.freezing or not shape.modules:
+            return
+        with suppress(re.error):  # which the rule above reports
+            is_frozen = frozen(shape.modules, self.freeze_parameters, self.freeze_parameters_regex)
+            is_thawed = frozen(shape.modules, self.trainable_parameters, self.trainable_parameters_regex)
+            if all(is_frozen) and not any(is_thawed):
+                yield (
+                    f"{self.freezing} freezes every weight, so nothing would be trained; leave it out, or use "
+                    "--trainable_parameters with the names of some weights"
+                )
+
+    @rule
     def megatron_recomputes_some_layers(self) -> Faults:
-        full = self.recompute_granularity == "full"
-        if full and self.recompute_method is not None and self.recompute_num_layers is None:
-            yield f"--recompute_method {self.recompute_method} needs a number of layers; use --recompute_num_layers 1"
+        method, layers, full = self.recompute_method, self.recompute_num_layers, self.recompute_granularity == "full"
+        if full and method is None:
+            yield (
+                "--recompute_granularity full: --recompute_method chooses the layers; use --recompute_method uniform "
+                "--recompute_num_layers 1"
+            )
+        elif full and layers is None:
+            yield f"--recompute_method {method} needs a number of layers; use --recompute_num_layers 1"
+        for name, value in (("recompute_method", method), ("recompute_num_layers", layers)):
+            if self.recompute_granularity == "selective" and value is not None:
+                yield (
+                    f"--{name} {value} chooses whole layers, and --recompute_granularity selective recomputes parts of "
+                    "all of them; leave it out, or choose some with --recompute_granularity full"
+                )
 
     @rule
     def weights_of_this_type_can_be_trained(self) -> Faults:
         typed = self.torch_dtype
         if isinstance(typed, str) and typed.removeprefix("torch.") not in _DTYPES:
-            yield f"--torch_dtype {typed} is not a type of weights that can be trained; use --torch_dtype bfloat16"
+            use = "float32 with --fp16 false" if "32" in typed else "bfloat16"
+            yield f"--torch_dtype {typed} is not a type of weights that can be trained; use --torch_dtype {use}"
         if self.fp16 is None and typed in (torch.float16, torch.float32):  # as resolved, from config.json
             yield (
                 f"--model {self.model} has torch_dtype {str(typed).removeprefix('torch.')}, which ms-swift would train "
@@ -113,26 +156,6 @@ class Trained(Flags):
                 f"--optimizer_cpu_offload true with --optimizer {self.optimizer} needs --use_distributed_optimizer "
                 "false; set it, or use --optimizer adam"
             )
-
-
-# by names of transformers
-_IN_MEGATRON: Mapping[str, str] = {
-    "q_proj": "linear_qkv", "k_proj": "linear_qkv", "v_proj": "linear_qkv", "qkv_proj": "linear_qkv",
-    "o_proj": "linear_proj", "gate_proj": "linear_fc1", "up_proj": "linear_fc1", "gate_up_proj": "linear_fc1",
-    "down_proj": "linear_fc2", "embed_tokens": "all-embedding", "lm_head": "output_layer",
-}  # fmt: skip
-
-
-def check_target_modules(typed: object) -> None:
-    """Refuse names of transformers in --target_modules of a language model, whose layers have Megatron's names."""
-    modules: Sequence[str] = typed if isinstance(typed, list) else []
-    wrong = [module for module in modules if module in _IN_MEGATRON]
-    if wrong:
-        right = dict.fromkeys(_IN_MEGATRON.get(module, module) for module in modules)
-        raise ValueError(
-            f"--target_modules {' '.join(wrong)}: these are names of transformers, and no layer of Megatron has them; "
-            f"use --target_modules {' '.join(right)}"
-        )
 
 
 class Kernels(Flags):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from swift_megatron_grpo.arguments.derived import shape_of
 from swift_megatron_grpo.settings.batches import Batches, MicroBatches
 from tests.unit.settings.flags import faults
 
@@ -44,6 +45,17 @@ def test_prompts_that_cannot_be_shared_are_refused_on_request(typed: tuple[Any, 
     flags = ("share_prompts", "context_parallel_size", "max_tokens_per_micro_batch", "micro_batch_size")
     found = faults(MicroBatches, **dict(zip(flags, typed, strict=True)))
     assert message in found and bool(found) == bool(message)
+
+
+@pytest.mark.parametrize(
+    ("attention", "reason"),
+    [({"linear_num_key_heads": 2}, "have a state"), ({"kv_lora_rank": 8}, "latent"), ({}, "")],
+)
+def test_attention_that_cannot_share_prompts_is_refused_on_request(attention: dict[str, int], reason: str) -> None:
+    shape = shape_of({"model_type": "any", **attention}, "m")
+    found = faults(MicroBatches, shape=shape, share_prompts="true", micro_batch_size=8)
+    assert reason in found and bool(found) == bool(reason)
+    assert faults(MicroBatches, shape=shape, share_prompts="auto") == ""
 
 
 def test_batch_sizes_that_do_not_fit_are_refused_with_those_that_do() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from swift_megatron_grpo.settings.trained import Trained, check_target_modules
+from swift_megatron_grpo.settings.trained import Trained
 from tests.unit.settings.flags import faults
 
 
@@ -44,8 +44,29 @@ def test_what_a_distributed_optimizer_on_the_cpu_cannot_do_is_refused() -> None:
     assert "with --optimizer sgd needs --use_distributed_optimizer false" in refuse(**offloaded, optimizer="sgd")
 
 
-def test_names_of_transformers_lead_to_those_of_megatron() -> None:
-    with pytest.raises(ValueError, match=r"--target_modules q_proj k_proj: .* --target_modules linear_qkv linear_fc1"):
-        check_target_modules(["q_proj", "k_proj", "linear_fc1"])
-    check_target_modules(["all-linear"])
-    check_target_modules(r".*\.q_proj")  # of --target_regex
+@pytest.mark.parametrize(
+    ("typed", "advice"),
+    [
+        ("bf16", "bfloat16"), ("fp16", "bfloat16"), ("fp32", "float32 with --fp16 false"), ("auto", "bfloat16"),
+    ],
+)  # fmt: skip
+def test_short_names_of_types_which_torch_lacks_lead_to_the_long_ones(typed: str, advice: str) -> None:
+    assert refuse(torch_dtype=typed).endswith(f"use --torch_dtype {advice}")
+    assert refuse(torch_dtype="bfloat16") == refuse(torch_dtype="torch.half") == ""
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        (("full", None, None), "use --recompute_method uniform --recompute_num_layers 1"),
+        (("full", "block", None), "use --recompute_num_layers 1"),
+        (("selective", "block", None), "--recompute_method block chooses whole layers"),
+        (("selective", None, 1), "--recompute_num_layers 1 chooses whole layers"),
+        (("full", "block", 1), ""),
+        (("none", "block", 1), ""),
+    ],
+)
+def test_recomputation_that_megatron_refuses_late(typed: tuple[Any, ...], message: str) -> None:
+    flags = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+    found = refuse(**dict(zip(flags, typed, strict=True)))
+    assert message in found and bool(found) == bool(message)
