@@ -13,7 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from swift_megatron_grpo.arguments.refused import NOT_YET, NOTED, Refusal
+from swift_megatron_grpo.arguments.refused import NOT_YET, NOTED, READ_WITH, Refusal
 from swift_megatron_grpo.generation.vllm.engine_kwargs import REFUSED
 
 PAGE = Path(__file__).parents[1] / "docs" / "limitations.md"
@@ -37,6 +37,9 @@ def table(refused: Mapping[str, Refusal] = NOT_YET) -> str:
 def notes_table(noted: Mapping[str, tuple[Any, str]] = NOTED) -> str:
     """Return a Markdown table of the flags that are accepted with a line in the log."""
     rows = [f"| `--{flag}` | {why} |" for flag, (_, why) in noted.items()]
+    for needed, _, flags in READ_WITH:
+        listed = ", ".join(f"`--{flag}`" for flag in flags.split())
+        rows.append(f"| {listed} | only a run with `{needed}` reads {'them' if ' ' in flags else 'it'} |")
     return "\n".join(["| without effect | why |", "| --- | --- |", *rows]) + "\n"
 
 
@@ -62,7 +65,8 @@ The {len(refused)} flags that are refused, with the values that work in brackets
 {table(refused)}
 ## Flags without effect
 
-The {len(NOTED)} flags that are accepted and change nothing, with a line in the log.
+Flags that are accepted and change nothing, with a line in the log: the first {len(NOTED)} in every run, the
+others in a run that does not read them.
 
 {notes_table()}
 ## Refused settings of vLLM

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -20,6 +20,7 @@ from swift_megatron_grpo.output.checkpoints.sources import Source
 from swift_megatron_grpo.output.recording import folder as recording
 from swift_megatron_grpo.output.report.completions import FIXED
 from swift_megatron_grpo.settings.adapter import Adapter
+from swift_megatron_grpo.settings.algorithm import defaults_of
 from swift_megatron_grpo.settings.batches import Batches, BatchSizes
 from swift_megatron_grpo.settings.flag import Flags, parser_class
 from swift_megatron_grpo.settings.groups import GROUPS
@@ -50,6 +51,11 @@ class DerivedArguments(AddedFlags):
     def of(self, group: type[F]) -> F:
         """Return the flags of a class of settings/, as they are now."""
         return group.of(vars(self))
+
+    def defaults(self) -> dict[str, Any]:
+        """Return the values of all flags that are left out, also of those that the estimator sets."""
+        stated = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(self)}
+        return stated | defaults_of(self.advantage_estimator)
 
     def facts(self, rows: DataShape | None = None, *, typed: bool = False) -> Facts:
         """Return what is known by now. The config of a hub's model is known once ms-swift has downloaded it."""

@@ -6,7 +6,7 @@ test_flags.py lists them all, so a flag that a new ms-swift release adds fails t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -102,6 +102,44 @@ NOT_YET: Mapping[str, Refusal] = {
 }
 
 
+# Flags that only some runs read: what such a run has, its test, and the flags.
+READ_WITH: tuple[tuple[str, Callable[[Mapping[str, Any]], bool], str], ...] = (
+    ("--beta above 0", lambda run: run["beta"] != 0, "kl_estimator kl_in_reward"),
+    ("--kl_target", lambda run: run["kl_target"] is not None, "kl_horizon"),
+    ("--dynamic_sample true", lambda run: run["dynamic_sample"], "max_resample_times"),
+    (
+        "--rollout_importance_sampling_mode", lambda run: run["rollout_importance_sampling_mode"] is not None,
+        "rollout_importance_sampling_threshold",
+    ),
+    (
+        "--reward_funcs soft_overlong", lambda run: "soft_overlong" in run["reward_funcs"],
+        "soft_cache_length soft_max_length",
+    ),
+    (
+        "--reward_funcs cosine", lambda run: "cosine" in run["reward_funcs"],
+        "cosine_min_len_value_wrong cosine_max_len_value_wrong cosine_min_len_value_correct "
+        "cosine_max_len_value_correct",
+    ),
+    (
+        "--reward_funcs repetition", lambda run: "repetition" in run["reward_funcs"],
+        "repetition_n_grams repetition_max_penalty",
+    ),
+    (
+        "--tuner_type lora", lambda run: run["tuner_type"] == "lora",
+        "lora_rank lora_alpha lora_dropout lora_dtype use_rslora target_modules target_regex modules_to_save",
+    ),
+    ("--optimizer adam", lambda run: run["optimizer"] == "adam", "adam_beta1 adam_beta2 adam_eps"),
+    ("--optimizer sgd", lambda run: run["optimizer"] == "sgd", "sgd_momentum"),
+    ("--optimizer_cpu_offload true", lambda run: run["optimizer_cpu_offload"], "optimizer_offload_fraction"),
+    ("--lr_decay_style WSD", lambda run: run["lr_decay_style"] == "WSD", "lr_wsd_decay_style lr_wsd_decay_iters"),
+    ("--report_to wandb", lambda run: "wandb" in run["report_to"], "wandb_project wandb_exp_name"),
+    ("--report_to swanlab", lambda run: "swanlab" in run["report_to"], "swanlab_project swanlab_exp_name"),
+    ("--report_to tensorboard", lambda run: "tensorboard" in run["report_to"], "tensorboard_dir"),
+    ("--manual_gc true", lambda run: run["manual_gc"], "manual_gc_steps manual_gc_eval"),
+    ("--check true", lambda run: run["check"], "check_gpu"),
+)  # fmt: skip
+
+
 def refusals(values: Mapping[str, Any]) -> Iterator[str]:
     """Yield a message for every flag whose value this trainer does not support."""
     for flag, refusal in NOT_YET.items():
@@ -114,10 +152,13 @@ def refusals(values: Mapping[str, Any]) -> Iterator[str]:
         yield f"--{flag} {as_typed(value)}: {refusal.why}; {', or '.join(remedies)}"
 
 
-def notes_on_flags(values: Mapping[str, Any]) -> list[str]:
+def notes_on_flags(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
     """Return a line for the start-up log on every flag that is accepted and changes nothing."""
+    unread = {flag: why for flag, (_, why) in NOTED.items()}
+    for needed, is_read, flags in READ_WITH:
+        unread |= {} if is_read(values) else dict.fromkeys(flags.split(), f"only a run with {needed} reads it")
     return [
         f"--{flag} {as_typed(values[flag])}: without effect, because {why}"
-        for flag, (default, why) in NOTED.items()
-        if values[flag] != default
+        for flag, why in unread.items()
+        if values[flag] != defaults[flag]
     ]

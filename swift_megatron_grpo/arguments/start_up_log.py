@@ -22,7 +22,7 @@ def start_up_lines(args: DerivedArguments) -> list[str]:
         f"swift_megatron_grpo {__version__} trains this run ({SWITCH}=off turns it off): {_layout(args)}",
         *sizes.table(args.max_tokens_per_micro_batch),
         *sizes.notes(),
-        *notes_on_flags(vars(args)),
+        *notes_on_flags(vars(args), args.defaults()),
         *expert_size_notes(args.layout, args.model_shape),
         *args.of(Sampling).notes(args.longest_completion),
         *args.of(Adapter).notes(),
@@ -32,6 +32,7 @@ def start_up_lines(args: DerivedArguments) -> list[str]:
         *_quantization_notes(args),
         *args.of(Routing).notes(args.steps_per_rollout),
         *args.of(Algorithm).notes(),
+        *_template_notes(args),
     ]
 
 
@@ -40,6 +41,16 @@ def _layout(args: DerivedArguments) -> str:
     where = f"at {', '.join(args.of(Servers).urls)}" if args.uses_servers else f"TP {args.vllm_tensor_parallel_size}"
     line = f"{layout}, world {layout.world_size}; vLLM {where}"
     return line if args.reference_layout is None else f"{line}; reference {args.reference_layout}"
+
+
+def _template_notes(args: DerivedArguments) -> list[str]:
+    own = args.model_meta.candidate_templates
+    if not own or args.template in own:
+        return []
+    return [
+        f"--template {args.template}: ms-swift has {' or '.join(own)} for --model_type {args.model_type}, so the "
+        "policy may read prompts in another format than it was trained on"
+    ]
 
 
 def _quantization_notes(args: DerivedArguments) -> list[str]:

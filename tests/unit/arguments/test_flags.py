@@ -7,7 +7,9 @@ from collections import Counter
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
-from swift_megatron_grpo.arguments.refused import NOT_YET, NOTED, notes_on_flags, refusals
+import pytest
+
+from swift_megatron_grpo.arguments.refused import NOT_YET, NOTED, READ_WITH, notes_on_flags, refusals
 from swift_megatron_grpo.settings.groups import GROUPS
 
 
@@ -141,7 +143,21 @@ def test_defaults_are_neither_refused_nor_noted() -> None:
 
     defaults = {field.name: default_of(field) for field in fields(GRPOArguments)}
     assert list(refusals(defaults)) == []
-    assert notes_on_flags(defaults) == []
+    assert notes_on_flags(defaults, defaults) == []
+
+
+@pytest.mark.parametrize(("needed", "is_read", "names"), READ_WITH, ids=[needed for needed, *_ in READ_WITH])
+def test_flags_that_this_run_does_not_read_are_noted(needed: str, is_read: Any, names: str) -> None:
+    from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
+
+    defaults = {field.name: default_of(field) for field in fields(GRPOArguments)}
+    flag, _, value = needed.removeprefix("--").partition(" ")
+    without = {**defaults, flag: [] if isinstance(defaults[flag], list) else 0 if flag == "beta" else None}
+    typed = {"above 0": 0.1, "true": True, "": 0.5}.get(value, [value] if isinstance(defaults[flag], list) else value)
+    for name in names.split():
+        note = f"--{name} 7: without effect, because only a run with {needed} reads it"
+        assert note in notes_on_flags({**without, name: 7}, defaults)
+        assert note not in notes_on_flags({**without, flag: typed, name: 7}, defaults)
 
 
 def flags_of_this_package() -> dict[str, str]:
