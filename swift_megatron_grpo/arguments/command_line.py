@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from argparse import Action, ArgumentTypeError
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
@@ -56,7 +57,8 @@ _ELSEWHERE: Mapping[str, str] = {
     "warmup_steps": "--lr_warmup_iters", "lr_scheduler_type": "--lr_decay_style", "max_grad_norm": "--clip_grad",
     "adam_epsilon": "--adam_eps", "gradient_checkpointing": "--recompute_granularity full or selective",
     "save_only_model": "--no_save_optim true", "resume_from_checkpoint": "--mcore_model FOLDER --finetune false",
-    "kl_coef": "--beta", "deepspeed": "--use_distributed_optimizer true, which shards the optimizer's states",
+    "kl_coef": "--beta", "max_prompt_length": "--max_length, in tokens",
+    "deepspeed": "--use_distributed_optimizer true, which shards the optimizer's states",
     "eval_strategy": "--eval_steps", "vllm_server_url": "--vllm_server_base_url", "lora_r": "--lora_rank",
     "dtype": "--torch_dtype bfloat16", "log_level": "the environment variable LOG_LEVEL",
     "tp": "--tensor_model_parallel_size", "pp": "--pipeline_model_parallel_size", "cp": "--context_parallel_size",
@@ -95,13 +97,25 @@ _EXAMPLES: Mapping[str, str] = {
     "loss_type": "grpo", "vllm_server_port": "8000", "reward_funcs": "with one or more reward functions",
 }  # fmt: skip
 _OF_TYPES: Mapping[Any, str] = {int: "8", float: "0.5", str: "with a value"}
+_IGNORING = ("--ignore_args_error", "--ignore-args-error")
+_ONE_DASH = re.compile(r"-(?!inf|nan)[A-Za-z][^ ]*$")  # argparse never reads it as a value
+_NEGATIVE = re.compile(r"-\d+|-\d*\.\d+")  # what argparse reads as a value
 _LISTED = 12  # choices that a message lists
 _AS_NEAR = 0.05  # difference of two ratios of difflib
 
 
 def check_typed(command_line: Sequence[str]) -> None:
-    """Raise one ValueError with all unknown flags, and all values that the parser would not accept."""
-    raise_faults([*_faults_of_names(command_line), *_faults_of_values(command_line)])
+    """Raise one ValueError with all unknown flags, and all values that the parser would not accept.
+
+    With --ignore_args_error true, unknown flags are left out, but for those of ms-swift 3: they have another name now.
+    """
+    raise_faults([*_faults_of_names(command_line, ignores_unknown(command_line)), *_faults_of_values(command_line)])
+
+
+def ignores_unknown(command_line: Sequence[str]) -> bool:
+    """Return True for a command line with --ignore_args_error."""
+    typed = [values for flag, values in _values_by_flag(command_line, _options()) if flag in _IGNORING]
+    return bool(typed) and "".join(typed[-1][:1]).lower() not in ("false", "f", "no", "n", "0")
 
 
 @cache
@@ -125,17 +139,23 @@ def known_flags() -> frozenset[str]:
 # ---- names
 
 
-def _faults_of_names(command_line: Sequence[str]) -> Faults:
+def _faults_of_names(command_line: Sequence[str], ignores_unknown: bool) -> Faults:
     known = known_flags()
     for argument in command_line:
-        name = argument[2:].split("=", 1)[0].replace("-", "_")
+        name = argument.lstrip("-").split("=", 1)[0].replace("-", "_")
+        if _ONE_DASH.match(argument) and argument not in _options() and (name in known or not ignores_unknown):
+            advice = f"use --{name}" if name in known else "flags begin with two dashes; leave it out"
+            yield f"{argument} is not a flag; {advice}"
         if not argument.startswith("--") or name in known or " " in name or not name:  # a value with a space, or --
             continue
+        begin_alike = sum(flag.startswith(name) for flag in known)
         if name in _OF_MS_SWIFT_3:
             yield f"--{name} is a flag of ms-swift 3; {_OF_MS_SWIFT_3[name]}"
+        elif ignores_unknown and begin_alike == 0:
+            continue
         elif name in _ELSEWHERE:
             yield f"--{name} is not a flag of Megatron runs; use {_ELSEWHERE[name]}"
-        elif sum(flag.startswith(name) for flag in known) != 1:  # else it is an abbreviation
+        elif begin_alike != 1:  # else it is an abbreviation
             near = " or ".join(f"--{flag}" for flag in _nearest(name, known))
             yield f"--{name} is not a flag; {f'did you mean {near}?' if near else 'leave it out'}"
 
@@ -159,7 +179,9 @@ def _faults_of_values(command_line: Sequence[str]) -> Faults:
         action = options[flag]
         if not values and action.nargs not in ("?", "*", 0):
             yield f"--{action.dest} has no value; use --{action.dest} {_example(action)}"
-        yield from filter(None, (_fault_of_value(action, value) for value in values))
+        for value in values:
+            fault = _fault_of_value(action, value) or (_fault_of_dash(action, value) if value in command_line else None)
+            yield from filter(None, [fault])
 
 
 def _values_by_flag(command_line: Sequence[str], options: Collection[str]) -> list[tuple[str, list[str]]]:
@@ -167,7 +189,7 @@ def _values_by_flag(command_line: Sequence[str], options: Collection[str]) -> li
     typed: list[tuple[str, list[str]]] = []
     known = False
     for argument in command_line:
-        if argument.startswith("--") and " " not in argument:
+        if (argument.startswith("--") or _ONE_DASH.match(argument)) and " " not in argument:
             flag, equals, value = argument.partition("=")
             known = flag in options
             if known:
@@ -192,6 +214,16 @@ def _fault_of_value(action: Action, text: str) -> str | None:
     choices = [as_typed(choice) for choice in action.choices]
     nearest_first = dict.fromkeys([*difflib.get_close_matches(text, choices, n=1), *choices])
     return f"--{name} {text}: unknown value; use --{name} {' or '.join(list(nearest_first)[:_LISTED])}"
+
+
+def _fault_of_dash(action: Action, text: str) -> str | None:
+    """Return why argparse reads a value as a flag: it begins with a dash, and is not a plain number."""
+    if not text.startswith("-") or text == "-" or " " in text or _NEGATIVE.fullmatch(text):
+        return None
+    valid = RANGES.get(action.dest)
+    if valid is not None and action.type is float and float(text) not in valid:
+        return f"--{action.dest} {text} must be {valid}; use --{action.dest} {valid.use}"
+    return f"--{action.dest} {text}: the parser reads {text} as a flag; use --{action.dest}={text}"
 
 
 def _example(action: Action) -> str:

@@ -9,19 +9,22 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 from swift.agent_template import agent_template_map
 from swift.megatron.callbacks import MegatronCallback, megatron_callbacks_map
 from swift.megatron.model.utils import ModelConfig  # of mcore-bridge
 from swift.model import MODEL_MAPPING
-from swift.rewards import orms
+from swift.rewards import ORM, AsyncORM, orms
+from swift.rlhf_trainers.utils import resolve_reward_funcs
 from swift.rollout import MultiTurnScheduler, envs, multi_turns
 from swift.template import TEMPLATE_MAPPING
 from swift.utils import import_external_file
@@ -40,6 +43,7 @@ from swift_megatron_grpo.weights.load.quantization import check_quantization
 
 WRITTEN_BY_CLIENT = (".mdl", ".git")  # where ModelScope's client reads the name of a model
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".txt", ".parquet", ".arrow")
+_TRACKERS = ("wandb", "swanlab", "tensorboard")  # each is also the name of its package
 _SAMPLED = re.compile(r"#\d+$")  # the number of rows
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _JSON_FLAGS = ("megatron_extra_kwargs", "model_kwargs", "vllm_limit_mm_per_prompt", "columns")
@@ -67,6 +71,9 @@ def _faults(args: DerivedArguments) -> Faults:
     for flag, table in _TABLES.items():
         if getattr(args, flag) is not None:
             yield from faults_of(check_registered, flag, [getattr(args, flag)], table, "ms-swift's table")
+    trackers = as_list(args.callbacks) + as_list(args.report_to)
+    for name in dict.fromkeys(name for name in trackers if name in _TRACKERS and not _is_installed(name)):
+        yield f"--report_to {name}: the package {name} is not installed; pip install {name}, or leave it out"
     for flag in ("callbacks", "report_to"):
         registry = "swift.megatron.callbacks.megatron_callbacks_map"
         yield from faults_of(check_registered, flag, as_list(getattr(args, flag)), megatron_callbacks_map, registry)
@@ -79,8 +86,14 @@ def _faults(args: DerivedArguments) -> Faults:
     yield from faults_of(_check_turns, args)
     yield from faults_of(check_recording, args)
     yield from faults_of(check_quantization, args.rollout_quantization, args.vllm_enable_lora, None, None)
-    if find_spec("vllm") is None:
+    if not _is_installed("vllm"):
         yield "vLLM, which generates the completions, is not installed; use the commands of docs/install.md"
+
+
+def _is_installed(package: str) -> bool:
+    """Return True for a package; the folder of its logs, which may have its name, has no origin."""
+    found = find_spec(package)
+    return found is not None and found.origin is not None
 
 
 # ---- plugins and registries
@@ -100,6 +113,11 @@ def import_plugin(flag: str, file: str, load: Callable[[str], object]) -> None:
         raise ValueError(f"--{flag} {file}: the file {path} does not exist; use another path")
     try:
         load(file)
+    except SystemExit as ended:  # also of argparse, which reads the flags of the run
+        raise ValueError(
+            f"--{flag} {file}: importing it ends the process (SystemExit: {ended}): it is run as a script; use "
+            '`if __name__ == "__main__":` before what parses arguments or calls sys.exit'
+        ) from None
     except Exception as error:
         raise ValueError(
             f"--{flag} {file}: importing it raises {type(error).__name__}: {error}; use a file that "
@@ -131,6 +149,43 @@ def check_reward_functions(names: Sequence[Any], known: Mapping[str, Any]) -> No
                 f"--reward_funcs {name}: orms[{name!r}] is of type {type(entry).__name__}, and ms-swift creates an "
                 f"object from it; use a class with __call__(self, completions, **kwargs) in its place"
             )
+        if inspect.isclass(entry):
+            _check_reward_class(name, entry)
+
+
+def _check_reward_class(name: str, entry: type) -> None:
+    """Check what a run will do with a class: create an object with `args`, and call it with all columns."""
+    called = next((vars(base)["__call__"] for base in entry.__mro__ if "__call__" in vars(base)), None)
+    usable = "use a class with __call__(self, completions, **kwargs), which returns one number for each completion"
+    if called in (None, ORM.__call__, AsyncORM.__call__):
+        raise ValueError(f"--reward_funcs {name}: {entry.__name__} has no __call__; {usable}")
+    accepted = inspect.signature(called).parameters.values()
+    if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in accepted):
+        raise ValueError(
+            f"--reward_funcs {name}: the __call__ of {entry.__name__} has no **kwargs, and it is called with all "
+            f"columns of the dataset, the messages and more; {usable}"
+        )
+    try:
+        inspect.signature(entry).bind(args=None)
+    except TypeError as error:
+        raise ValueError(
+            f"--reward_funcs {name}: ms-swift creates {entry.__name__}(args=...), and its __init__ does not accept "
+            f"that ({error}); use __init__(self, args=None, **kwargs), or leave __init__ out of a class of ORM"
+        ) from None
+
+
+def create_reward_functions(args: DerivedArguments) -> list[Callable[..., Any]]:
+    """Create the objects of --reward_funcs; their __init__ may raise anything."""
+    functions: list[Callable[..., Any]] = []
+    for function in args.reward_funcs:
+        try:
+            functions += resolve_reward_funcs([function], args=args)[0]
+        except Exception as error:
+            raise ValueError(
+                f"--reward_funcs {function}: creating it raises {type(error).__name__}: {error}; correct its __init__, "
+                f"or use another one of {', '.join(sorted(orms))}"
+            ) from error
+    return functions
 
 
 def _check_turns(args: DerivedArguments) -> None:
@@ -187,6 +242,15 @@ def check_model_path(model: str, flag: str = "model", bare_ids: bool = False) ->
         return
     advice = "use a folder with a config.json, or a hub id of the form organisation/name"
     raise ValueError(f"--{flag} {model}: the folder {path.resolve()} does not exist{similar(path)}; {advice}")
+
+
+def check_weights(model: str, folder: str) -> None:
+    """Raise ValueError if a model that a run is about to load has none; mcore-bridge reads safetensors only."""
+    if not any(Path(folder, name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
+        raise ValueError(
+            f"--model {model}: the folder {folder} has no weights: neither model.safetensors nor "
+            "model.safetensors.index.json; use the folder of a whole checkpoint, converted to safetensors"
+        )
 
 
 def looks_like_hub_id(typed: str, bare_ids: bool = False) -> bool:
@@ -263,6 +327,11 @@ def _faults_of_paths(args: DerivedArguments) -> Faults:
     resumed_from = args.mcore_model or args.mcore_adapter or args.adapters  # their args.json contains the model
     if args.model is None and not resumed_from:
         yield "no model is set; use --model with a folder or a hub id"
+    if not args.dataset and not args.cached_dataset and not (resumed_from and args.load_data_args):
+        yield "no dataset is set; use --dataset with a file or a hub id"
+    if (args.system or "").endswith(".txt") and not Path(args.system).is_file():  # which ms-swift would read
+        path = Path(args.system).absolute()
+        yield f"--system {args.system}: the file {path} does not exist{similar(path)}; use the text itself, or its file"
     for flag in ("model", "ref_model"):
         if getattr(args, flag) is not None:
             yield from faults_of(check_model_path, getattr(args, flag), flag, args.use_hf)
@@ -280,10 +349,24 @@ def _faults_of_paths(args: DerivedArguments) -> Faults:
         path = Path(typed).expanduser()
         if not path.is_file():
             yield f"--custom_dataset_info {typed}: the file {path.absolute()} does not exist; use another path"
-    path = Path(args.output_dir or "").expanduser().absolute()
-    file = next((parent for parent in (path, *path.parents) if parent.is_file()), None)
-    if file is not None:
-        yield f"--output_dir {args.output_dir}: {file} is a file; use --output_dir {path.with_suffix('')}_run"
+    for flag in ("output_dir", "rollout_dump", "tensorboard_dir"):
+        if getattr(args, flag) is not None:
+            yield from filter(None, [_fault_of_written(flag, getattr(args, flag))])
+
+
+def _fault_of_written(flag: str, typed: str) -> str | None:
+    """Return why a run cannot write to a folder, which may not exist yet: a folder inside it is made and removed."""
+    path = Path(typed).expanduser().absolute()
+    there = next(parent for parent in (path, *path.parents) if os.path.exists(parent))  # False if it is not readable
+    if not typed.strip():
+        return f"--{flag} {typed!r} names no folder; use --{flag} megatron_output/run, or leave it out"
+    if there.is_file():
+        return f"--{flag} {typed}: {there} is a file; use --{flag} {path.with_suffix('')}_run"
+    try:
+        Path(mkdtemp(dir=there, prefix=".writable-")).rmdir()
+    except OSError as error:
+        return f"--{flag} {typed}: nothing can be written to {there} ({error.strerror}); use a folder of your own"
+    return None
 
 
 def _fault_of_dataset(flag: str, typed: str) -> str | None:

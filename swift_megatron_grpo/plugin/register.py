@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from swift_megatron_grpo.generation.vllm.cuda_runtime import find_runtime_beside_tilelang
-from swift_megatron_grpo.plugin.command_line import parse_flag, selects_grpo
+from swift_megatron_grpo.plugin.command_line import selects_grpo
 from swift_megatron_grpo.plugin.refusals import reported_by_torchrun, set_up_reported_by_torchrun
 from swift_megatron_grpo.runtime.import_hooks import after_import
 
@@ -59,8 +59,7 @@ def _replace_arguments(rlhf: ModuleType) -> None:
             from swift_megatron_grpo.arguments.command_line import check_typed
             from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 
-            if (parse_flag(command_line, "ignore_args_error") or "false").lower() == "false":
-                check_typed(command_line)
+            check_typed(command_line)
             self.args_class = GRPOArguments
             return stock_parse_args(self, args)
 

@@ -34,9 +34,9 @@ class Fipo(Flags):
     """Token weights of the FIPO loss."""
 
     fipo_decay_rate: Annotated[float, Above(0, use=32)] = 32.0  # half-life, in tokens
-    fipo_clip_range: float | None = 0.2  # None or 0: the weight is not clipped
+    fipo_clip_range: Annotated[float | None, AtLeast(0, use=0.2, why="0 does not clip the weight")] = 0.2
     fipo_clip_high_only: bool = True
-    fipo_safety_threshold: float | None = 4.0
+    fipo_safety_threshold: Annotated[float | None, Above(0, use=4.0, why="ratios are positive")] = 4.0
 
 
 class Correction(Flags):
@@ -45,7 +45,9 @@ class Correction(Flags):
     rollout_importance_sampling_mode: CorrectionMode | None = None
     rollout_importance_sampling_threshold: Annotated[float, Above(0, use=2.0)] = 2.0
     log_rollout_offpolicy_metrics: bool = False
-    off_policy_sequence_mask_delta: float | None = None
+    off_policy_sequence_mask_delta: Annotated[
+        float | None, AtLeast(0, use=0.5, why="a negative one masks completions on which both policies agree")
+    ] = None
 
 
 class Kl(Flags):

@@ -13,7 +13,7 @@ _BELOW_1 = Range(0, 0.9, high=1, below_high=True, why=_DECAYS)
 class LearningRate(Flags):
     """The schedule of the learning rate."""
 
-    lr: Annotated[float | None, Above(0, use=1e-6, why="at 0 no weight is trained")]
+    lr: Annotated[float | None, Range(0, 1e-6, high=1e4, above_low=True, why="at 0 no weight is trained")]
     min_lr: Annotated[float, AtLeast(0, use=0)]
     lr_warmup_init: Annotated[float, AtLeast(0, use=0)]
     lr_warmup_iters: Annotated[int, AtLeast(0, use=0)]
@@ -29,6 +29,14 @@ class LearningRate(Flags):
             value = getattr(self, name)
             if self.lr is not None and 0 < self.lr < value:
                 yield f"--{name} {value:g} must not be above --lr {self.lr:g}; use --{name} 0"
+
+    @rule
+    def one_flag_sets_the_warm_up(self) -> Faults:
+        if self.lr_warmup_fraction is not None and self.lr_warmup_iters:
+            yield (
+                f"--lr_warmup_iters {self.lr_warmup_iters} has no effect with --lr_warmup_fraction "
+                f"{self.lr_warmup_fraction:g}, which also sets the warm-up; leave one of them out"
+            )
 
     @rule
     def lr_is_reached(self) -> Faults:

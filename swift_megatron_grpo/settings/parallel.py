@@ -22,7 +22,7 @@ class Parallel(Flags):
     context_parallel_size: Annotated[int, _SIZE]
     expert_model_parallel_size: Annotated[int, _SIZE]
     expert_tensor_parallel_size: Annotated[int, _SIZE]
-    virtual_pipeline_model_parallel_size: Annotated[int | None, AtLeast(1, use=2)]
+    virtual_pipeline_model_parallel_size: Annotated[int | None, AtLeast(1, use=1)]
     microbatch_group_size_per_vp_stage: int | None
     sequence_parallel: bool
     decoder_first_pipeline_num_layers: int | None

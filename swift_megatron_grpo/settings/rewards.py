@@ -48,6 +48,15 @@ class Rewards(Flags):
             )
 
     @rule
+    def each_function_is_listed_once(self) -> Faults:
+        names = self.servers.reward_funcs
+        for name in dict.fromkeys(name for name in names if names.count(name) > 1):
+            yield (
+                f"--reward_funcs {name}: it is listed {names.count(name)} times, so its reward would count as often; "
+                "list every function once, and use --reward_weights for its share"
+            )
+
+    @rule
     def there_is_a_weight_for_each_function(self) -> Faults:
         weights, functions = self.reward_weights, len(self.servers.reward_funcs) + self.by_environment
         if weights is None or self.by_servers:

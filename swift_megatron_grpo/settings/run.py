@@ -50,12 +50,33 @@ class Checkpoints(Flags):
         "vLLM. stop: the run ends with an error that names them. warn: they are logged and left out. Layers of "
         "multi-token prediction and buffers that are computed are always left out. Default: stop.",
     )
+    finetune: bool
+    mcore_model: str | None
+    mcore_adapter: str | None
+    async_save: bool
+    save_total_limit: int | None
     save_missing_weights: bool | None = flag(
         None,
         "Copy the tensors of the checkpoint that the model does not have into saved models, as they were. Default: "
         "copy layers of multi-token prediction and, with --language_model_only true, the image, video and audio "
         "parts; other tensors are left out.",
     )
+
+    @rule
+    def a_run_that_continues_has_a_checkpoint(self) -> Faults:
+        if not self.finetune and self.mcore_model is None and self.mcore_adapter is None:
+            yield (
+                "--finetune false continues from a checkpoint, and there is none: --mcore_model and --mcore_adapter "
+                "are not set; leave it out, or use --resume auto alone, which finds one in --output_dir"
+            )
+
+    @rule
+    def checkpoints_are_removed_once_they_are_written(self) -> Faults:
+        if self.async_save and self.save_total_limit is not None:
+            yield (
+                f"--save_total_limit {self.save_total_limit} with --async_save true: ms-swift does not remove "
+                "checkpoints that it writes in the background; use --async_save false, or leave one of them out"
+            )
 
 
 class Data(Flags):

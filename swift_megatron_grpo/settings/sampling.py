@@ -11,6 +11,7 @@ from swift_megatron_grpo.settings.config import SamplingConfig
 from swift_megatron_grpo.settings.flag import Above, AtLeast, Faults, Flags, Range, as_typed, flag, rule
 
 _LEAST_TEMPERATURE = 0.01  # vLLM samples at this temperature below it
+_MOST_TOKENS = 10_000_000  # no model has room for more
 _SHARE = Range(0, 1.0, high=1, above_low=True)
 
 
@@ -23,8 +24,10 @@ class Sampling(Flags):
     top_p: Annotated[float, _SHARE]
     top_k: Annotated[int, AtLeast(-1, use=-1, why="-1 and 0 sample from all tokens")]
     repetition_penalty: Annotated[float, Above(0, use=1.0)]
-    max_length: Annotated[int | None, AtLeast(2, use=2048, why="prompts are truncated to that many tokens")]
-    max_completion_length: Annotated[int, AtLeast(1, use=512)]
+    max_length: Annotated[
+        int | None, Range(2, 2048, high=_MOST_TOKENS, why="prompts are truncated to that many tokens")
+    ]
+    max_completion_length: Annotated[int, Range(1, 512, high=_MOST_TOKENS)]
     completion_length_limit_scope: str
     stop_words: list[str]
     structured_outputs_regex: str | None
@@ -48,7 +51,7 @@ class Sampling(Flags):
         )
     )
     vllm_mode: str | None
-    vllm_max_model_len: Annotated[int | None, AtLeast(1, use=4096)]
+    vllm_max_model_len: Annotated[int | None, Range(1, 4096, high=_MOST_TOKENS)]
 
     @rule
     def a_token_of_each_fits(self) -> Faults:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from swift.rlhf_trainers.utils import resolve_reward_funcs
 from swift.template import Template
 from swift.utils import get_dist_setting, get_logger
 
+from swift_megatron_grpo.arguments.environment import check_weights, create_reward_functions
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 from swift_megatron_grpo.arguments.resume import check_or_fall_back
 from swift_megatron_grpo.arguments.to_config import configure, configure_server
@@ -49,7 +49,7 @@ class Start:
 
 def start(args: GRPOArguments, template: Template) -> Start:
     """Check what a run loads and reaches, then fix its settings. Every rank calls it."""
-    functions, _ = resolve_reward_funcs(args.reward_funcs, args=args)  # may fail: first
+    functions = create_reward_functions(args)  # may fail: first
     coordinator = Coordinator(timedelta(seconds=args.ddp_timeout))
     locked = LockedFolders(args.output_dir, args.of(Recording).dump, coordinator)
     _check_loaded(args, template, coordinator)
@@ -71,6 +71,8 @@ def start(args: GRPOArguments, template: Template) -> Start:
 
 def _check_loaded(args: GRPOArguments, template: Template, coordinator: Coordinator) -> None:
     """Refuse checkpoints that are damaged or do not fit the run, before the model loads."""
+    if args.mcore_model is None:
+        check_weights(args.model, args.model_dir)
     check = partial(
         check_sources,
         model=model_identity(args.model_config),

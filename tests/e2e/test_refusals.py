@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,33 @@ def test_rows_that_would_be_dropped_end_the_run_before_a_model_loads(folder: Pat
     assert run.code == 1 and LOADING not in run.output and "Traceback" not in run.output
     message = "--dataset: 1 of 9 rows of the dataset would not be trained: row 8 has query but no messages"
     assert run.output.count(message) == 1 and run.output.splitlines()[-1].startswith(message), run.output[-3000:]
+
+
+RAISES = """
+from swift.rewards import ORM, orms
+
+class Mine(ORM):
+    def __init__(self, args=None, **kwargs):
+        raise ValueError("no api key")
+
+    def __call__(self, completions, **kwargs):
+        return [0.0] * len(completions)
+
+orms["mine"] = Mine
+"""
+
+
+@pytest.mark.e2e
+def test_a_reward_that_raises_and_a_model_without_weights_end_the_run(folder: Path, dense: Path, dataset: Path) -> None:
+    (plugin := folder / "raises.py").write_text(RAISES)
+    mine = ["--external_plugins", str(plugin), "--reward_funcs", "mine"]
+    run = megatron_rlhf(dense, dataset, folder / "raises", 1, mine)
+    assert run.code != 0 and LOADING not in run.output
+    assert "--reward_funcs mine: creating it raises ValueError: no api key; correct its __init__" in run.output
+    shutil.copytree(dense, empty := folder / "empty", ignore=shutil.ignore_patterns("*.safetensors*"))
+    run = megatron_rlhf(empty, dataset, folder / "no weights", 1, [])
+    assert run.code != 0 and LOADING not in run.output
+    assert f"--model {empty}: the folder {empty} has no weights: neither model.safetensors" in run.output
 
 
 @pytest.mark.e2e

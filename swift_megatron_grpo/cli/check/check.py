@@ -51,7 +51,7 @@ def parse_flags(command_line: Sequence[str]) -> DryArguments:
     """Parse and check all flags. Raises ValueError with all problems that a rank would find."""
     check_typed(list(command_line))
     args, rest = parse_args(DryArguments, list(command_line))
-    if rest:
+    if rest and not args.ignore_args_error:
         raise ValueError(f"unknown arguments: {' '.join(rest)}")
     checked: DryArguments = args
     return checked

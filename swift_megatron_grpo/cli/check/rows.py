@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from swift.megatron.trainers.utils import TrainerState
-from swift.rlhf_trainers.utils import resolve_reward_funcs
 from swift.template import Template
 
+from swift_megatron_grpo.arguments.environment import create_reward_functions
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 from swift_megatron_grpo.data.image_reader import ImageReader
 from swift_megatron_grpo.data.prompts import PromptSource
@@ -69,7 +69,7 @@ def read_rows(args: GRPOArguments, dataset: Any, template: Template) -> Rows:
 
 def try_rewards(args: GRPOArguments, rows: Rows, template: Template) -> list[Reward]:
     """Call every reward function with made-up responses to the first prompts: text, and the row's solution."""
-    functions, _ = resolve_reward_funcs(args.reward_funcs, args=args)
+    functions = create_reward_functions(args)
     rollouts = []
     for prompt in rows.prompts[:_GRADED_ROWS]:
         solutions = [prompt.row[name] for name in _SOLUTIONS if isinstance(prompt.row.get(name), str)]

@@ -70,7 +70,7 @@ max_grad_norm clip_grad|adam_epsilon adam_eps|gradient_checkpointing recompute_g
 save_only_model no_save_optim|resume_from_checkpoint mcore_model|vllm_server_url vllm_server_base_url|kl_coef beta
 deepspeed use_distributed_optimizer|tp tensor_model_parallel_size|pp pipeline_model_parallel_size
 cp context_parallel_size|ep expert_model_parallel_size|num_epochs num_train_epochs|lora_r lora_rank|dtype torch_dtype
-per_device_eval_batch_size num_generations_eval|eval_strategy eval_steps
+per_device_eval_batch_size num_generations_eval|eval_strategy eval_steps|max_prompt_length max_length
 """
 
 
@@ -104,6 +104,10 @@ _CHOICES = """
 --vllm_mode remote -> vllm_mode & colocate
 --tuner_type qlora -> tuner_type & lora
 --torch_dtype int8 -> torch_dtype & bfloat16
+--torch_dtype bf16 -> torch_dtype & use --torch_dtype bfloat16
+--torch_dtype fp16 -> torch_dtype & use --torch_dtype bfloat16
+--torch_dtype fp32 -> torch_dtype & use --torch_dtype float32 with --fp16 false
+--torch_dtype auto -> torch_dtype & bfloat16
 --recompute_granularity all -> recompute_granularity & full
 --lr_decay_style linearly -> lr_decay_style & linear
 --truncation_strategy middle -> truncation_strategy & left
@@ -170,6 +174,17 @@ _RANGES = """
 --fipo_decay_rate 0
 --rollout_importance_sampling_threshold -2
 --off_policy_sequence_mask_delta nan
+--off_policy_sequence_mask_delta -1
+--fipo_clip_range -1
+--loss_type fipo --fipo_clip_range -0.5 -> fipo_clip_range
+--fipo_safety_threshold 0
+--virtual_pipeline_model_parallel_size 0
+--max_length 100000000
+--max_completion_length 100000000
+--vllm_max_model_len 100000000
+--lr 1e30
+--lr -1e-3 -> --lr -1e-3 must be above 0
+--eval_correct_from -1e-3 -> use --eval_correct_from=-1e-3
 --reward_weights nan
 --reward_weights inf
 --reward_weights 0
@@ -233,16 +248,29 @@ _CONTRADICTIONS = """
 --recompute_elementwise true --fast_kernels false -> recompute_elementwise
 --freeze_parameters_ratio 1 -> freeze_parameters_ratio
 --freeze_parameters_regex .* -> freeze_parameters_regex
+--freeze_parameters decoder embedding output_layer -> freeze_parameters
+--freeze_parameters decoder. embed output --freeze_parameters_ratio 0.5 -> freeze_parameters
 --freeze_parameters_regex [a-z] -> freeze_parameters_regex
 --freeze_parameters_regex layers.( -> freeze_parameters_regex & regular expression
 --freeze_parameters_ratio 1 --trainable_parameters_regex *norm -> trainable_parameters_regex
 --tuner_type lora --target_regex [a- -> target_regex
 --tuner_type lora --target_modules q_proj v_proj -> target_modules & linear_qkv
 --tuner_type lora --target_modules linear_qkv down_proj -> target_modules & linear_qkv linear_fc2
+--tuner_type lora --target_modules linear_qkv linear_qvk -> linear_qvk & use --target_modules linear_qkv
+--tuner_type lora --target_modules all-linears -> target_modules & all-linear
+--tuner_type lora --target_modules all-linear all-router -> all-router
+--tuner_type lora --target_modules router linear_qkv -> --target_modules router
+--tuner_type lora --target_modules linear_q_proj linear_proj -> linear_q_proj
+--tuner_type lora --target_modules layers.99.mlp.linear_fc1 -> layers.99
+--tuner_type lora --target_regex .*q_proj -> target_regex & linear_qkv
+--tuner_type lora --target_regex linear_qkv -> target_regex & whole name
+--tuner_type lora --modules_to_save nosuch -> modules_to_save & leave it out
+--tuner_type lora --modules_to_save all-embedding lm_head -> modules_to_save & output_layer
 --tuner_type lora --freeze_parameters_ratio 0.5 -> freeze_parameters_ratio & leave it out
 --tuner_type lora --trainable_parameters output_layer -> trainable_parameters
 --lr 1e-6 --min_lr 1e-3 -> min_lr
 --lr_warmup_iters 1000 -> lr_warmup_iters
+--lr_warmup_iters 5 --lr_warmup_fraction 0.1 -> lr_warmup_iters & lr_warmup_fraction
 --lr_decay_style WSD -> lr_wsd_decay_iters
 --start_weight_decay 0.1 -> start_weight_decay
 --weight_decay_incr_style linear -> start_weight_decay
@@ -264,12 +292,22 @@ _CONTRADICTIONS = """
 --val_dataset DATA --eval_temperature 0 --num_generations_eval 4 -> num_generations_eval
 --val_dataset DATA --eval_correct_reward accuracy -> eval_correct_reward & letters
 --recompute_granularity full --recompute_method block -> recompute_num_layers
+--recompute_granularity full -> recompute_method
+--recompute_granularity full --recompute_num_layers 1 -> recompute_method
+--recompute_granularity selective --recompute_method uniform -> recompute_method & full
+--recompute_granularity selective --recompute_num_layers 1 -> recompute_num_layers & full
 --sequence_parallel false --tensor_model_parallel_size 1 --context_parallel_size 2 --share_prompts true -> share_prompts
 --router_replay_mode R3 -> router_replay_mode
 --router_agreement_samples 4 -> router_agreement_samples
 --fp16 true -> fp16
 --use_vllm false -> use_vllm
 --finetune false --mcore_model MODEL -> mcore_model
+--finetune false -> finetune & --resume auto
+--async_save true --save_total_limit 2 -> async_save & save_total_limit
+--train_iters 30 -lr 5e-3 -> -lr is not a flag; use --lr
+--train_iters 30 -qwertz 5 -> -qwertz is not a flag
+--ignore_args_error true --save out -> --save is a flag of ms-swift 3; use --output_dir
+--ignore_args_error true --train_type lora --qwertz 1 -> --tuner_type
 --teacher_model MODEL -> teacher_model
 --streaming true -> streaming
 --packing true -> packing
@@ -313,6 +351,15 @@ _MISSING = """
 --rollout_replay /no/such/dump -> --rollout_replay
 --rollout_replay EMPTY -> --rollout_replay
 --output_dir DATA -> --output_dir
+--output_dir ~ -> --output_dir
+--output_dir /proc/x/y -> --output_dir /proc/x/y & /proc
+--rollout_dump /proc/x -> --rollout_dump /proc/x
+--tensorboard_dir /proc/x -> --tensorboard_dir /proc/x
+--system /no/such.txt -> --system & /no/such.txt
+--report_to wandb -> --report_to & pip install wandb
+--report_to tensorboard swanlab -> --report_to & pip install swanlab
+--external_plugins FILE:exits.py -> --external_plugins & exits.py & __main__
+--external_plugins FILE:parses.py -> --external_plugins & parses.py & __main__
 --rollout_dump DATA -> --rollout_dump
 """
 _REWARDS = """
@@ -325,6 +372,12 @@ _REWARDS = """
 --reward_funcs soft_overlong -> soft_cache_length & 6
 --reward_funcs soft_overlong --soft_cache_length 4096 -> soft_cache_length & 6
 --reward_funcs /tmp/my_reward.py -> reward_funcs
+--reward_funcs letters letters -> reward_funcs & letters
+--external_plugins FILE:no_call.py --reward_funcs mine -> reward_funcs & mine & __call__
+--external_plugins FILE:no_call_of_orm.py --reward_funcs mine -> reward_funcs & mine & __call__
+--external_plugins FILE:no_kwargs.py --reward_funcs mine -> reward_funcs & mine & __init__
+--external_plugins FILE:no_columns.py --reward_funcs mine -> reward_funcs & mine & **kwargs
+--external_plugins FILE:needs_more.py --reward_funcs mine -> reward_funcs & mine & __init__
 --external_plugins PLAIN --reward_funcs plain -> reward_funcs & plain
 --external_plugins NOT_CALLABLE --reward_funcs value -> reward_funcs & value
 """
@@ -333,6 +386,8 @@ _JSON = """
 --vllm_engine_kwargs {"a":1} -> vllm_engine_kwargs
 --vllm_engine_kwargs [1] -> vllm_engine_kwargs
 --vllm_engine_kwargs 5 -> vllm_engine_kwargs
+--vllm_engine_kwargs {"data_parallel_size":2} -> vllm_engine_kwargs & data_parallel_size
+--vllm_engine_kwargs {"tensor_parallel_size":2} -> vllm_engine_kwargs & vllm_tensor_parallel_size
 --vllm_engine_kwargs {"quantization":"fp8"} -> vllm_engine_kwargs & rollout_quantization
 --vllm_engine_kwargs {"max_num_batched_token":8} -> vllm_engine_kwargs & max_num_batched_tokens
 --megatron_extra_kwargs {bad -> megatron_extra_kwargs
@@ -375,6 +430,25 @@ _DATASETS = """
 _TWO_STAGES = "--tensor_model_parallel_size 1 --sequence_parallel false --pipeline_model_parallel_size 2"
 _BATCHED = f"{_TWO_STAGES} --virtual_pipeline_model_parallel_size 2 --overlap_p2p_comm false"
 BATCHED_MESSAGES = Case("layout", tuple(_BATCHED.split()), ("use --overlap_p2p_comm true",))
+# Accepted, with a line in the log that contains these texts.
+_NOTED = """
+--template llama3 -> --template llama3 & qwen3
+--kl_estimator k2 -> --kl_estimator k2: without effect
+--kl_in_reward true -> --kl_in_reward true: without effect
+--kl_horizon 5 -> --kl_horizon 5: without effect
+--soft_cache_length 4 -> --soft_cache_length 4 & soft_overlong
+--rollout_importance_sampling_threshold 3 -> --rollout_importance_sampling_threshold 3.0: without effect
+--lora_rank 16 --target_modules linear_qkv -> --lora_rank 16: without effect & --target_modules linear_qkv: without
+--sgd_momentum 0.5 -> --sgd_momentum 0.5: without effect
+--wandb_project mine -> --wandb_project mine: without effect
+--check_gpu H100-80G -> --check_gpu H100-80G: without effect
+--vllm_engine_kwargs {"data_parallel_size":1,"tensor_parallel_size":1,"enable_expert_parallel":false} -> trains this run
+--ignore_args_error true --qwertz 1 -> trains this run
+--torch_dtype float32 --fp16 false -> trains this run
+--lr_warmup_fraction 0.1 -> trains this run
+--eval_correct_from=-1e-3 --val_dataset DATA -> trains this run
+"""
+NOTED: list[Case] = _cases("note", _NOTED)
 CASES: list[Case] = list(
     chain(
         [BATCHED_MESSAGES, *_renamed("misspelt", _MISSPELT)],

@@ -14,6 +14,13 @@ def _user(text: str) -> list[dict[str, str]]:
 
 
 _GOOD = [_row(messages=_user("spell a")), _row(messages=_user("spell b"))]
+_REWARD_CLASSES = [
+    ("no_call.py", "", "def score(self, completions): return [0.0]"),
+    ("no_call_of_orm.py", "(ORM)", "pass"),
+    ("no_kwargs.py", "", "def __call__(self, completions, **kwargs): return [0.0]"),
+    ("no_columns.py", "(ORM)", "def __call__(self, completions): return [0.0]"),
+    ("needs_more.py", "", "def __init__(self, args, key): pass\n    def __call__(self, completions, **kwargs): pass"),
+]
 FILES = {
     "empty.jsonl": "",
     "truncated.jsonl": "\n".join([*_GOOD, '{"messages": [{"role": "us']),
@@ -32,5 +39,12 @@ FILES = {
     "broken.py": "import no_such_module\n",
     "plain.py": "from swift.rewards import orms\n\ndef plain(completions, **kwargs):\n    return [0.0]\n\n"
     "orms['plain'] = plain\n",
+    "exits.py": "import sys\n\nsys.exit(2)\n",
+    "parses.py": "import argparse\n\nparser = argparse.ArgumentParser()\nparser.add_argument('--mine')\n"
+    "parser.parse_args()\n",
+    **{
+        name: f"from swift.rewards import ORM, orms\n\nclass Mine{base}:\n    {body}\n\norms['mine'] = Mine\n"
+        for name, base, body in _REWARD_CLASSES
+    },
     "not_callable.py": "from swift.rewards import orms\n\norms['value'] = 3\n",
 }

@@ -9,6 +9,8 @@ import pytest
 from swift_megatron_grpo.grading.advantages import BASELINES
 from swift_megatron_grpo.settings.algorithm import ESTIMATORS, Algorithm, defaults_of
 from swift_megatron_grpo.settings.losses import CLIPS_RATIO, Correction, Fipo, Kl, LossConfig, Sapo
+from swift_megatron_grpo.settings.rewards import Rewards
+from swift_megatron_grpo.settings.run import Checkpoints
 from swift_megatron_grpo.training.loss import LOSSES
 from tests.unit.arguments.test_grpo_arguments import model, refuse, typed  # noqa: F401  (fixtures)
 from tests.unit.settings.flags import faults, of
@@ -124,6 +126,26 @@ def test_flags_without_effect_are_named_in_the_log() -> None:
     assert "--epsilon_high has no effect on --loss_type sapo" in notes(loss_type="sapo", epsilon_high=0.3)[0]
     assert "--epsilon_high 5 is common" in notes(loss_type="cispo")[0]
     assert notes(loss_type="cispo", epsilon_high=5.0) == []
+
+
+def test_a_function_counts_once_and_is_listed_once() -> None:
+    assert "--reward_funcs format: it is listed 2 times" in faults(Rewards, reward_funcs=["format", "a", "format"])
+    assert faults(Rewards, reward_funcs=["format", "accuracy"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"finetune": False}, "--finetune false continues from a checkpoint, and there is none"),
+        ({"finetune": False, "mcore_model": "x"}, ""),
+        ({"finetune": False, "mcore_adapter": "x"}, ""),
+        ({"async_save": True, "save_total_limit": 2}, "--save_total_limit 2 with --async_save true"),
+        ({"async_save": True}, ""),
+    ],
+)
+def test_checkpoints_that_are_loaded_exist_and_those_saved_can_be_removed(flags: dict[str, Any], message: str) -> None:
+    found = faults(Checkpoints, **flags)
+    assert message in found and bool(found) == bool(message)
 
 
 def test_a_command_line_with_a_contradiction_is_refused(typed: dict[str, Any]) -> None:  # noqa: F811

@@ -52,3 +52,25 @@ def test_numbers_must_be_finite() -> None:
         "--entropy_coef nan is not a finite number; use --entropy_coef 0.0",
         "--moe_aux_loss_coeff inf is not a finite number; leave it out",
     ]
+
+
+def test_one_dash_is_refused_with_two_and_negative_exponents_with_a_value() -> None:
+    assert refuse("--train_iters", "5", "-lr", "5e-3") == ["-lr is not a flag; use --lr"]
+    assert refuse("--lr", "-1e-3") == ["--lr -1e-3 must be above 0 and at most 10000; use --lr 1e-06"]
+    assert refuse("--eval_correct_from", "-1e-3") == [
+        "--eval_correct_from -1e-3: the parser reads -1e-3 as a flag; use --eval_correct_from=-1e-3"
+    ]
+    check_typed(["--eval_correct_from=-1e-3", "--top_k", "-1", "-h", "--eval_correct_from", "-.5"])
+
+
+@pytest.mark.parametrize("ignoring", [["--ignore_args_error", "true"], ["--ignore-args-error=yes"]])
+def test_old_and_ambiguous_names_are_refused_even_with_ignore_args_error(ignoring: list[str]) -> None:
+    check_typed([*ignoring, "--qwertz", "1", "--learning_rate", "1"])
+    assert refuse(*ignoring, "--qwertz", "1", "--save", "out", "--vllm_server", "x")[0] == (
+        "--save is a flag of ms-swift 3; use --output_dir"
+    )
+    assert "--vllm_server is not a flag; did you mean" in refuse(*ignoring, "--vllm_server", "x")[0]
+    assert refuse("--ignore_args_error", "false", "--qwertz", "1") == ["--qwertz is not a flag; leave it out"]
+    assert refuse("--max_prompt_length", "1") == [
+        "--max_prompt_length is not a flag of Megatron runs; use --max_length, in tokens"
+    ]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from swift.model import MODEL_MAPPING
+from swift.rewards import orms
 
+from swift_megatron_grpo.arguments.environment import check_reward_functions, check_weights, create_reward_functions
 from swift_megatron_grpo.arguments.models import REFUSED_COMPOSITE
 from swift_megatron_grpo.arguments.refused import NOT_YET
 from tests.forking.client import run_code
@@ -165,6 +168,54 @@ def test_reward_functions_of_a_plugin_are_registered(typed: dict[str, Any], tmp_
     assert "none.py does not exist" in refuse(typed, external_plugins=[str(tmp_path / "none.py")])
 
 
+def test_a_command_line_without_a_dataset_is_refused(typed: dict[str, Any]) -> None:
+    assert "no dataset is set; use --dataset with a file or a hub id" in refuse(typed, dataset=[])
+
+
+def test_a_folder_of_logs_is_not_the_package_of_its_name(typed: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "swanlab").mkdir()  # in the current folder, which Python may import from
+    message = refuse(typed, report_to=["tensorboard", "swanlab"])
+    assert message == "--report_to swanlab: the package swanlab is not installed; pip install swanlab, or leave it out"
+
+
+def test_an_empty_output_folder_and_one_that_cannot_be_made_are_refused(typed: dict[str, Any]) -> None:
+    assert "--output_dir '' names no folder" in refuse(typed, output_dir="")
+    for flag in ("output_dir", "rollout_dump", "tensorboard_dir"):
+        assert f"--{flag} /proc/x/y: nothing can be written to /proc" in refuse(typed, **{flag: "/proc/x/y"})
+
+
+def test_a_missing_file_of_the_system_prompt_is_refused(typed: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "system.txt").write_text("be brief")
+    assert f"--system sistem.txt: the file {tmp_path / 'sistem.txt'} does not exist (next to it: system.txt)" in refuse(
+        typed, system="sistem.txt"
+    )
+
+
+@pytest.mark.parametrize("name", sorted(orms))
+def test_reward_functions_of_ms_swift_are_accepted(name: str) -> None:
+    check_reward_functions([name], orms)
+
+
+def test_what_a_reward_class_raises_names_the_function() -> None:
+    def raising(args: Any) -> None:
+        raise ValueError("no api key")
+
+    orms["raises"] = raising
+    try:
+        with pytest.raises(ValueError, match="--reward_funcs raises: creating it raises ValueError: no api key"):
+            create_reward_functions(SimpleNamespace(reward_funcs=["format", "raises"]))  # type: ignore[arg-type]
+    finally:
+        del orms["raises"]
+
+
+def test_a_folder_without_weights_is_not_a_model_to_train(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").touch()
+    with pytest.raises(ValueError, match=f"--model m: the folder {tmp_path} has no weights: .* converted to safetens"):
+        check_weights("m", str(tmp_path))
+    (tmp_path / "model.safetensors").touch()
+    check_weights("m", str(tmp_path))
+
+
 def test_engine_settings_are_checked_before_ms_swift_repairs_them(typed: dict[str, Any]) -> None:
     assert "--vllm_engine_kwargs: the value is not JSON" in refuse(typed, vllm_engine_kwargs="{bad json")
     assert "quantization: use --rollout_quantization" in refuse(typed, vllm_engine_kwargs='{"quantization": "fp8"}')
@@ -249,7 +300,7 @@ def parse(*more):
     return parse_args(GRPOArguments, [*sys.argv[1:], *more])[0]
 
 try:
-    parse("--output_dir", "refused/deep", "--recompute_method", "uniform")  # refused late, by ms-swift
+    parse("--output_dir", "refused/deep", "--apply_wd_to_qk_layernorm", "true")  # refused late, by ms-swift
 except ValueError as error:
     late_error = str(error)
 assert not Path("refused").exists()
@@ -335,7 +386,7 @@ def accepted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_a_refusal_by_ms_swift_leaves_nothing_on_disk(accepted: dict[str, Any]) -> None:
-    assert "recompute method" in accepted["late error"]
+    assert "apply_wd_to_qk_layernorm" in accepted["late error"]
 
 
 def test_servers_decide_whether_environments_grade(accepted: dict[str, Any]) -> None:

@@ -39,6 +39,10 @@ def test_values_that_trained_wrongly_or_failed_late_are_refused(flag: str, value
         ({"lr": 1e-6, "lr_warmup_init": 0.1}, "--lr_warmup_init 0.1 must not be above --lr 1e-06"),
         ({"train_iters": 100, "lr_warmup_iters": 1000000}, "must be below the 100 iterations of training"),
         ({"train_iters": 100, "lr_decay_iters": 5, "lr_warmup_iters": 5}, "use --lr_warmup_iters 0"),
+        (
+            {"lr_warmup_iters": 5, "lr_warmup_fraction": 0.1},
+            "--lr_warmup_iters 5 has no effect with --lr_warmup_fraction 0.1",
+        ),
         ({"train_iters": 100, "lr_decay_style": "WSD"}, "use --lr_wsd_decay_iters 10, or --lr_decay_style cosine"),
         ({"start_weight_decay": 0.2}, "use --weight_decay_incr_style linear, or leave it out"),
         ({"weight_decay_incr_style": "linear"}, "use --start_weight_decay 0 --end_weight_decay 0.1"),
