@@ -53,9 +53,8 @@ def conversation_request(request: Request) -> RolloutInferRequest:
 def conversation_payload(request: Request) -> dict[str, Any]:
     """Create the request of a conversation for a server. Columns are encoded as texts: JSON excludes NaN."""
     payload = asdict(conversation_request(request))
-    row = request.prompt.prompt_id.rpartition("-")[2]
     columns = {
-        name: as_json(f"column {name} of the dataset's row {row}", value)
+        name: as_json(f"column {name} of prompt {request.prompt.prompt_id}", value)
         for name, value in payload["data_dict"].items()
     }
     return payload | {"data_dict": columns}

@@ -47,7 +47,7 @@ def test_a_request_contains_all_columns_and_a_unique_name() -> None:
     payloads = [conversation_payload(Request(index, Prompt("0-7", row), seed=None)) for index in (4, 5)]
     assert [payload["uuid"] for payload in payloads] == ["0-7-4", "0-7-5"]
     assert payloads[0]["messages"] == REQUEST["messages"] and payloads[0]["data_dict"] == {"solution": "2.0"}
-    with pytest.raises(ValueError, match=r"the column when of the dataset's row 7 must be .* is of type date"):
+    with pytest.raises(ValueError, match=r"the column when of prompt 0-7 must be .* is of type date"):
         conversation_payload(Request(0, Prompt("0-7", {**row, "when": date(2026, 1, 2)}), seed=None))
 
 

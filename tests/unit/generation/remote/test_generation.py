@@ -187,7 +187,7 @@ def test_a_column_that_cannot_be_sent_ends_the_generation(cluster: Cluster) -> N
     generation = RemoteGeneration(cluster.events, cluster.servers, requests, 2, SAMPLING, 0)
     cluster.generations.append(generation)
     trainer = ThreadPoolExecutor()
-    with pytest.raises(ValueError, match="the column when of the dataset's row 7 must"):
+    with pytest.raises(ValueError, match="the column when of prompt 0-7 must"):
         trainer.submit(generation.next, 0).result(timeout=10)
     trainer.shutdown()
     assert not generation.is_running and cluster.fakes[0].received == []
