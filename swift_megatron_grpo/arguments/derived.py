@@ -44,6 +44,7 @@ class DerivedArguments(AddedFlags):
     """The flags, with the values that follow from them."""
 
     resumed_step = 0  # no flag: the step of the checkpoint that --resume has found
+    notes_on_rows = tuple[str, ...]()  # no flag: lines to log about rows of the datasets
     typed = tuple[tuple[str, str], ...]()  # no flag: those that decide what a run generates and trains, as typed
 
     # ---- the classes of settings/

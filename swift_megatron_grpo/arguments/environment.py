@@ -30,9 +30,11 @@ from swift.template import TEMPLATE_MAPPING
 from swift.utils import import_external_file
 
 from swift_megatron_grpo.arguments.derived import DerivedArguments, as_list
+from swift_megatron_grpo.data.files import DATA_SUFFIXES, fault_of_name
 from swift_megatron_grpo.generation.conversations import checks as turns
 from swift_megatron_grpo.generation.conversations.checks import check_registered
 from swift_megatron_grpo.generation.vllm.engine_kwargs import parse_json_object, passed_on
+from swift_megatron_grpo.grading.rewards import columns_needed
 from swift_megatron_grpo.output.checkpoints.sources import check_optimizer_state, check_quickly
 from swift_megatron_grpo.output.recording import folder as recording
 from swift_megatron_grpo.settings.flag import Faults, as_typed, faults_of, raise_faults
@@ -42,7 +44,6 @@ from swift_megatron_grpo.settings.sampling import Evaluation
 from swift_megatron_grpo.weights.load.quantization import check_quantization
 
 WRITTEN_BY_CLIENT = (".mdl", ".git")  # where ModelScope's client reads the name of a model
-DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".txt", ".parquet", ".arrow")
 _TRACKERS = ("wandb", "swanlab", "tensorboard")  # each is also the name of its package
 _SAMPLED = re.compile(r"#\d+$")  # the number of rows
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -186,6 +187,22 @@ def create_reward_functions(args: DerivedArguments) -> list[Callable[..., Any]]:
                 f"or use another one of {', '.join(sorted(orms))}"
             ) from error
     return functions
+
+
+def faults_of_columns(names: Sequence[Any] | None, dataset: Any) -> Faults:
+    """Yield what the functions of --reward_funcs need, and the columns of a dataset do not have."""
+    columns = list(dataset.column_names)
+    numbers = {name for name, feature in dataset.features.items() if re.search("int|float", str(feature))}
+    for name in names or ():
+        function = orms.get(name) if isinstance(name, str) else name
+        needed = columns_needed(function) if inspect.isclass(function) else []
+        if missing := [column for column in needed if column not in columns]:
+            yield (
+                f"--reward_funcs {name} needs the column {missing[0]}, and the columns are {', '.join(columns)}; "
+                f'rename one, or map it: --columns \'{{"<your column>": "{missing[0]}"}}\''
+            )
+        elif "solution" in needed and "solution" in numbers and function.__module__.startswith("swift."):
+            yield f'--reward_funcs {name} compares texts, and the column solution has numbers; use texts: "7" for 7'
 
 
 def _check_turns(args: DerivedArguments) -> None:
@@ -335,6 +352,8 @@ def _faults_of_paths(args: DerivedArguments) -> Faults:
     for flag in ("model", "ref_model"):
         if getattr(args, flag) is not None:
             yield from faults_of(check_model_path, getattr(args, flag), flag, args.use_hf)
+    if not (args.dataset or args.cached_dataset or args.load_data_args):
+        yield "no dataset is set; use --dataset with a file or a hub id"
     for flag in ("dataset", "val_dataset"):
         for typed in as_list(getattr(args, flag)):
             yield from filter(None, [_fault_of_dataset(flag, typed)])
@@ -370,6 +389,8 @@ def _fault_of_written(flag: str, typed: str) -> str | None:
 
 
 def _fault_of_dataset(flag: str, typed: str) -> str | None:
+    if not typed.strip():
+        return f"--{flag} '': no name; use the path of a file, or a hub id"
     path = Path(typed)
     if not path.exists():
         path = Path(_SAMPLED.sub("", typed))
@@ -378,30 +399,14 @@ def _fault_of_dataset(flag: str, typed: str) -> str | None:
     if path.is_file() and path.stat().st_size == 0:
         return f"--{flag} {typed}: the file is empty; use a file with one JSON object per line"
     looks_local = str(path).startswith(("/", "./", "../", "~")) or path.suffix.lower() in DATA_SUFFIXES
-    if path.exists() or not looks_local:
+    if path.exists():
+        fault = fault_of_name(path)
+        return f"--{flag} {typed}: {fault}" if fault else None
+    if not looks_local:
         return None
     if str(path).startswith("~") and path.expanduser().exists():
         return f"--{flag} {typed}: ms-swift does not expand ~; use --{flag} {path.expanduser()}"
     return f"--{flag} {typed}: {path.absolute()} does not exist{similar(path)}; use the path of a file, or a hub id"
-
-
-def explain_unreadable(flag: str, typed: Sequence[str]) -> None:
-    """Raise ValueError for the first line of a dataset's files that is not a JSON object.
-
-    Files are read only after they could not be loaded: they may be large.
-    """
-    for dataset in typed:
-        path = Path(dataset if Path(dataset).exists() else _SAMPLED.sub("", dataset))
-        if not path.is_file() or path.suffix.lower() != ".jsonl":
-            continue
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for number, line in enumerate(file, start=1):
-                try:
-                    fault = "not a JSON object" if line.strip() and not isinstance(json.loads(line), dict) else None
-                except ValueError as error:
-                    fault = f"not JSON ({error})"
-                if fault is not None:
-                    raise ValueError(f"--{flag} {path}, line {number}: {fault}; use one JSON object per line")
 
 
 def _faults_of_folder(flag: str, typed: str, has: Sequence[str]) -> Faults:

@@ -21,7 +21,7 @@ from swift_megatron_grpo.arguments.environment import (
     check_recording,
     check_reference_adapter_of,
     check_reward_registry,
-    explain_unreadable,
+    faults_of_columns,
     import_plugins,
     is_from_modelscope,
 )
@@ -29,8 +29,8 @@ from swift_megatron_grpo.arguments.models import faults_of_model
 from swift_megatron_grpo.arguments.refused import refusals
 from swift_megatron_grpo.arguments.resume import apply_resume, check_ranks_agree, raise_if_finished, typed_flags
 from swift_megatron_grpo.arguments.start_up_log import start_up_lines
-from swift_megatron_grpo.data.checks import check_rows, no_prompt_dropped
-from swift_megatron_grpo.data.encoded_rows import check_images, read_images, without_long_prompts
+from swift_megatron_grpo.data.checks import check_rows, checked_loading, without_row_numbers
+from swift_megatron_grpo.data.encoded_rows import check_images, check_prompts, read_images
 from swift_megatron_grpo.data.evaluation_sets import rows_by_name
 from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE, hide_in_process_list, read_api_key
 from swift_megatron_grpo.generation.requests import infer_request
@@ -135,36 +135,39 @@ class GRPOArguments(DerivedArguments):
 
     def load_dataset(self) -> tuple[Any, Any]:
         try:
-            with no_prompt_dropped():
+            with checked_loading(self.columns):
                 datasets: tuple[Any, Any] = super().load_dataset()
-        except Exception as problem:  # of datasets: the line is in none of its messages
-            flags = [flag for flag in ("dataset", "val_dataset") if as_list(vars(self)[flag])]
-            for flag in flags:
-                explain_unreadable(flag, as_list(vars(self)[flag]))
-            if isinstance(problem, ValueError):
-                raise ValueError(f"{' or '.join(f'--{flag}' for flag in flags)}: {problem}") from problem
-            raise
+        except ValueError as problem:
+            flags = [f"--{flag}" for flag in ("dataset", "val_dataset") if as_list(vars(self)[flag])]
+            raise ValueError(f"{' or '.join(flags)}: {problem}") from problem
         return datasets
 
     def checked_datasets(self, train_dataset: Any, val_dataset: Any, template: Template) -> tuple[Any, Any]:
-        """Check all rows, count their images, and apply --truncation_strategy delete and raise."""
+        """Check all rows, count their images, and apply --truncation_strategy."""
         rows = {"dataset": train_dataset, "val_dataset": val_dataset}
-        most = []
+        most, notes = [], []
+        strategy = self.truncation_strategy or "left"
+        is_never_cut = strategy == "left" and self.multi_turn_scheduler is not None  # but by --vllm_max_model_len
         for name, dataset in rows.items():
             if dataset is not None:
                 raise_faults(f"--{name}: {fault}" for fault in faults_of(check_rows, dataset, self.is_multimodal))
-                images = read_images(dataset, template, self.is_multimodal)
-                most.append(check_images(images, self.vllm_max_model_len, self.max_completion_length))
-                rows[name] = without_long_prompts(
+                raise_faults(
+                    f"--{name}: {fault}" for fault in faults_of_columns(self.reward_funcs, without_row_numbers(dataset))
+                )
+                images = read_images(dataset, template, self.is_multimodal, sent=self.uses_servers)
+                most.append(check_images(dataset, images, self.vllm_max_model_len, self.max_completion_length))
+                kept, note = check_prompts(
                     dataset,
                     images,
                     template,
                     request=infer_request,
-                    max_length=self.max_length,
-                    strategy=self.truncation_strategy or "left",
+                    max_length=None if is_never_cut else self.max_length,
+                    strategy=strategy,
                     name=name,
                 )
-        self.most_images = max(most)
+                notes += [note] if note else []
+                rows[name] = without_row_numbers(kept)
+        self.most_images, self.notes_on_rows = max(most), tuple(notes)
         raise_faults(self._faults(DataShape(self.most_images, self.is_multimodal)))
         return rows["dataset"], rows["val_dataset"]
 

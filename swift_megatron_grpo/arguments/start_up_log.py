@@ -33,6 +33,7 @@ def start_up_lines(args: DerivedArguments) -> list[str]:
         *args.of(Routing).notes(args.steps_per_rollout),
         *args.of(Algorithm).notes(),
         *_template_notes(args),
+        *args.notes_on_rows,
     ]
 
 

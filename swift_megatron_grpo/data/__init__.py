@@ -1,7 +1,8 @@
 """The dataset of prompts.
 
 checks.py        refuse datasets that cannot be trained on, and rows that ms-swift would drop, before a model loads
-encoded_rows.py  refuse rows whose images cannot be trained on, and prompts longer than --max_length
+encoded_rows.py  refuse rows that cannot be encoded, images that cannot be trained on, and long prompts
+files.py         files that ms-swift cannot read, with the line that is wrong
 image_formats.py  the ways in which processors cut images, and the tokens that stand for them
 evaluation_sets.py  the rows of each validation dataset, by its name
 images.py        image bytes, their digests, limits on what a client may send

@@ -6,12 +6,16 @@ ms-swift's preprocessors drop rows: they log the first ten faults, and the other
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
-from swift.dataset import MessagesPreprocessor, ResponsePreprocessor, RowPreprocessor
+from swift.dataset import MessagesPreprocessor, ResponsePreprocessor, RowPreprocessor, loader
 
+from swift_megatron_grpo.data.files import explained, read_file, root_cause
+from swift_megatron_grpo.data.images import TOOL_ROLES, with_listed_images
 from swift_megatron_grpo.runtime.replaced import replaced
 
 logger = logging.getLogger(__name__)
@@ -21,22 +25,40 @@ _MEDIA_COLUMNS = {"images": "images", "videos": "videos", "audios": "audio"}  # 
 # Columns from which ms-swift's preprocessors read a prompt.
 _MESSAGE_COLUMNS = ("messages", "conversation", "conversations")
 _PROMPT_COLUMNS = frozenset((*_MESSAGE_COLUMNS, "query", "prompt", "input", "instruction", "question", "problem"))
+_RESPONSE_COLUMNS = ("text", "content", "completion")  # and a response from these, where users have their prompt
+_ROW, _SOURCE = "row_of_source", "dataset"  # columns of a loaded row: its number in its file, and the file (ms-swift's)
+_DIFFERING_TYPES = re.compile("features can't be aligned because the key (.+?) of features")  # of datasets
 _SHOWN = 5  # rows that an error names
 
 
-def refuse_rows(problems: Sequence[tuple[int, str]], size: int, fault: str, advice: str) -> None:
+def refuse_rows(dataset: Any, problems: Sequence[tuple[int, str]], fault: str, advice: str) -> None:
     """Raise ValueError if there are problems: pairs of a row's index and its fault. `advice` follows them directly."""
     if problems:
-        rows = ", ".join(f"row {row} {problem}" for row, problem in problems[:_SHOWN])
+        rows = ", ".join(f"{row_name(dataset, row)} {problem}" for row, problem in problems[:_SHOWN])
         more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise ValueError(f"{len(problems)} of {size} rows of the dataset {fault}: {rows}{more}{advice}")
+        raise ValueError(f"{len(problems)} of {len(dataset)} rows of the dataset {fault}: {rows}{more}{advice}")
+
+
+def row_name(dataset: Any, row: int) -> str:
+    """Return how an error names a row: by its number in its file, counted from 0, because datasets are shuffled."""
+    known = [column for column in (_ROW, _SOURCE) if column in dataset.column_names]
+    origin = dataset.select_columns(known)[row] if known else {}
+    if origin.get(_ROW) is None:
+        return f"row {row}"
+    return f"row {origin[_ROW]} of {origin[_SOURCE]}" if _SOURCE in origin else f"row {origin[_ROW]}"
+
+
+def without_row_numbers(dataset: Any) -> Any:
+    """Return the dataset as reward functions and environments see it."""
+    return dataset.remove_columns(_ROW) if _ROW in dataset.column_names else dataset
 
 
 def no_prompt_column(size: int, columns: Sequence[str]) -> str:
+    own = next((column for column in columns if column in _RESPONSE_COLUMNS), "<your column>")
     return (
         f"row 0 of the dataset has no messages, and neither has any other of its {size} rows: it has the columns "
         f"{', '.join(columns) or 'none'}; rename the column with the prompt to query, or map it: "
-        '--columns \'{"<your column>": "query"}\''
+        f'--columns \'{{"{own}": "query"}}\''
     )
 
 
@@ -54,11 +76,9 @@ def check_rows(dataset: Any, takes_images: bool) -> None:
             "remove the column"
         )
     messages = (row["messages"] for row in dataset.select_columns("messages"))
-    problems = [(row, problem) for row, problem in enumerate(map(_problem, messages)) if problem]
-    advice = f" (columns: {_listed(columns)}); remove these rows"
-    if len(problems) == len(dataset):
-        advice += """, or map the column with the prompt: --columns '{"<your column>": "query"}'"""
-    refuse_rows(problems, len(dataset), "have no prompt to respond to", advice)
+    problems = [(row, problem) for row, given in enumerate(messages) if (problem := _problem(given, takes_images))]
+    shown = ", ".join(column for column in columns if column != _ROW)
+    refuse_rows(dataset, problems, "cannot be trained", f" (columns: {shown}); correct these rows, or remove them")
     refused = [column for column in columns if column in _MEDIA_COLUMNS and not (column == "images" and takes_images)]
     rows = dataset.select_columns(refused) if refused else ()
     problems = [
@@ -69,54 +89,128 @@ def check_rows(dataset: Any, takes_images: bool) -> None:
     ]
     kinds = " and ".join(_MEDIA_COLUMNS[column] for column in refused)
     refuse_rows(
+        dataset,
         problems,
-        len(dataset),
         f"have media, and {kinds} cannot be trained with this model",
         "; remove these rows, or remove the column to train on their text alone",
     )
 
 
-def _problem(messages: list[dict[str, Any]] | None) -> str | None:
+def _problem(messages: list[dict[str, Any]] | None, takes_images: bool) -> str | None:
     if not messages:
         return "has no messages"
     if all(message["role"] != "user" for message in messages):
         return f"has no user turn, only {_listed(message['role'] for message in messages)}"
-    return None
+    contents = [message["content"] for message in messages if message["role"] not in TOOL_ROLES]
+    wrong = next((content for content in contents if not isinstance(content, str | list)), None)
+    if wrong is not None:
+        return f"has a content of type {type(wrong).__name__}, which is neither a text nor a list of parts"
+    try:
+        images = with_listed_images({"messages": messages}).get("images")
+    except ValueError as error:
+        return str(error)
+    return "has images in its messages, which this model does not accept" if images and not takes_images else None
 
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(names)) or "none"
 
 
-# ---- rows that ms-swift drops
+# ---- files that ms-swift cannot read, and rows that it drops
 
 
 @contextmanager
-def no_prompt_dropped() -> Iterator[None]:
-    """Raise ValueError for rows that a preprocessor of ms-swift drops, with the cause.
+def checked_loading(columns: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Raise ValueError for a file that cannot be read, and for rows that ms-swift drops, with the cause.
 
-    A preprocessor that was written for one dataset may filter its rows on purpose: it is only logged how many.
+    A preprocessor that was written for one dataset may filter its rows on purpose: it is only logged how many. The
+    rows of others get their number. `columns`: --columns; each of its names must be a column of some dataset.
     """
-    preprocess = RowPreprocessor.__call__
+    preprocess, rename = RowPreprocessor.__call__, RowPreprocessor.safe_rename_columns
+    load_file, get_hub = loader.hf_load_dataset, loader.get_hub
+    columns = columns or {}
+    solutions = ["solution", *(name for name, meaning in columns.items() if meaning == "solution")]
+    found: set[str] = set()
+    source = "the dataset"
+
+    def read(kind: str, data_files: str, **options: Any) -> Any:
+        nonlocal source
+        source = data_files
+        return read_file(load_file, kind, data_files, solutions, **options)
+
+    def named_hub(use_hf: bool | None) -> SimpleNamespace:
+        def download(name: str, *arguments: Any, **options: Any) -> Any:
+            nonlocal source
+            source = name
+            return _downloaded(get_hub(use_hf).load_dataset, name, *arguments, **options)
+
+        return SimpleNamespace(load_dataset=download)
+
+    def rename_columns(dataset: Any, names: Mapping[str, str]) -> Any:
+        found.update(column.lower() for column in dataset.column_names)
+        return rename(dataset, names)
 
     def preprocess_all(self: Any, dataset: Any, **options: Any) -> Any:
-        kept = preprocess(self, dataset, **options)
-        if len(kept) < len(dataset) and self.dataset_sample is None:
-            _check_dropped(self, dataset, len(kept), bool(options.get("enable_auto_mapping")))
-        return kept
+        try:
+            kept = preprocess(self, dataset, **options)
+        except Exception as error:  # Arrow loads text that is not UTF-8, which nothing can read
+            raise explained(source, error) from error
+        if self.dataset_sample is not None:
+            return kept
+        try:
+            _check_kept(self, dataset, kept, bool(options.get("enable_auto_mapping")))
+        except ValueError as fault:
+            raise ValueError(f"{source}: {fault}") from None
+        return _with_row_numbers(kept) if len(kept) == len(dataset) else kept
 
-    with replaced(RowPreprocessor, "__call__", preprocess_all):
-        yield
+    with ExitStack() as stack:
+        stack.enter_context(replaced(RowPreprocessor, "__call__", preprocess_all))
+        stack.enter_context(replaced(RowPreprocessor, "safe_rename_columns", staticmethod(rename_columns)))
+        stack.enter_context(replaced(loader, "hf_load_dataset", read))
+        stack.enter_context(replaced(loader, "get_hub", named_hub))
+        try:
+            yield
+        except ValueError as error:
+            if differing := _DIFFERING_TYPES.search(str(error)):
+                raise ValueError(
+                    f"the column {differing[1]} has another type in one dataset than in another; use one type, such as "
+                    "text, in all of them"
+                ) from error
+            raise
+    unknown = [name for name in columns if not {name.lower(), name.partition(".")[0].lower()} & found]
+    if unknown:
+        raise ValueError(
+            f"--columns names {', '.join(unknown)}, and the columns are {', '.join(sorted(found))}; use one of them"
+        )
 
 
-def _check_dropped(preprocessor: Any, raw: Any, kept: int, auto_mapping: bool) -> None:
+def _downloaded(load: Callable[..., Any], name: str, *arguments: Any, **options: Any) -> Any:
+    try:
+        return load(name, *arguments, **options)
+    except Exception as error:  # of the hub's client, of a network, or of the files in a folder
+        raise ValueError(
+            f"{name} cannot be loaded ({root_cause(error)}); use the path of a file, or a hub id that this machine can "
+            "download (--use_hf true: from Hugging Face, otherwise from ModelScope)"
+        ) from error
+
+
+def _with_row_numbers(dataset: Any) -> Any:
+    return without_row_numbers(dataset).add_column(_ROW, list(range(len(dataset))))
+
+
+def _check_kept(preprocessor: Any, raw: Any, kept: Any, auto_mapping: bool) -> None:
+    """Raise ValueError if rows were dropped, or if they have no prompt because ms-swift takes it for the response."""
     columns = list(raw.column_names)
     prompts = [column for column in columns if column.lower() in _PROMPT_COLUMNS]
-    if kept == 0 and not prompts:
+    is_general = isinstance(preprocessor, MessagesPreprocessor | ResponsePreprocessor)
+    if not prompts and (len(kept) == 0 or (is_general and _problem(kept[0]["messages"], takes_images=True))):
         raise ValueError(no_prompt_column(len(raw), columns))
-    if not isinstance(preprocessor, MessagesPreprocessor | ResponsePreprocessor):
+    if len(kept) == len(raw):
+        return
+    if not is_general:
         logger.warning(
-            f"{type(preprocessor).__name__} keeps {kept} of {len(raw)} rows of the dataset; the others are not trained"
+            f"{type(preprocessor).__name__} keeps {len(kept)} of {len(raw)} rows of the dataset; the others are not "
+            "trained"
         )
         return
     logging.disable(logging.WARNING)  # ms-swift's advice for every row
@@ -125,7 +219,7 @@ def _check_dropped(preprocessor: Any, raw: Any, kept: int, auto_mapping: bool) -
     finally:
         logging.disable(logging.NOTSET)
     advice = f" (columns: {', '.join(columns)}); correct these rows, or remove them"
-    refuse_rows(dropped, len(raw), "would not be trained", advice)
+    refuse_rows(raw, dropped, "would not be trained", advice)
 
 
 def _dropped(preprocessor: Any, raw: Any, auto_mapping: bool) -> Iterator[tuple[int, Exception | None]]:

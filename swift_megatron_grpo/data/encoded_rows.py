@@ -1,28 +1,41 @@
 """Checks that open the images and encode the prompt of every row, before a model loads: each rank does a share.
 
-Prompts longer than --max_length are left out or refused here (--truncation_strategy delete and raise). Which rows are
-trained then depends neither on ranks nor on a resume, unlike with a row that is replaced when it cannot be encoded.
+Prompts longer than --max_length are shortened, left out or refused here (--truncation_strategy). Which rows are trained
+then depends neither on ranks nor on a resume, unlike with a row that is replaced when it cannot be encoded.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
+from datasets import Dataset, concatenate_datasets
 from swift.template import Template
-from swift.utils import get_logger
 
-from swift_megatron_grpo.data.checks import refuse_rows
+from swift_megatron_grpo.data.checks import refuse_rows, row_name
 from swift_megatron_grpo.data.image_reader import ImageReader
-from swift_megatron_grpo.data.images import UnreadableImage, images_of
+from swift_megatron_grpo.data.images import (
+    MAX_BYTES,
+    MAX_PIXELS,
+    UnreadableImage,
+    check_sent,
+    check_whole,
+    image_bytes,
+    image_name,
+    images_of,
+    with_listed_images,
+)
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.types import Prompt
 
-logger = get_logger()
 _TAG = "<image>"
+_TAG_OF_A_FILE = "<img>"  # a server refuses it, and ms-swift's template opens the file that it names
 _LISTED = 5  # long prompts that a message names
+_OF_A_TURN = 64  # more tokens than a chat template adds to a turn
+
 
 T = TypeVar("T")
 
@@ -58,48 +71,64 @@ class ImagesOfRow(NamedTuple):
     problem: str | None = None
 
 
-def read_images(dataset: Any, template: Any, takes_images: bool) -> list[ImagesOfRow]:
-    """Return what every row has. Every rank calls this, and opens its share of the images."""
-    if not takes_images or "images" not in dataset.column_names:
+def read_images(dataset: Any, template: Any, takes_images: bool, sent: bool) -> list[ImagesOfRow]:
+    """Return what every row has. Every rank calls this, and opens its share of the images. `sent`: to servers."""
+    if not takes_images:
         return [ImagesOfRow(0)] * len(dataset)
     reader = ImageReader(template)
     written = [template.processor.image_token, template.processor.video_token]
-    return _on_all_ranks(lambda row: check_row(dataset[row], reader, written), len(dataset))
+    return _on_all_ranks(lambda row: check_row(dataset[row], reader, written, sent), len(dataset))
 
 
-def check_row(row: dict[str, Any], reader: ImageReader, placeholder_texts: Sequence[str]) -> ImagesOfRow:
+def check_row(
+    row: dict[str, Any], reader: ImageReader, placeholder_texts: Sequence[str], sent: bool = False
+) -> ImagesOfRow:
     """Read the images of a row. `placeholder_texts`: how the model's placeholders are written."""
+    row = with_listed_images(row)
     contents = [message["content"] for message in row["messages"]]
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
     texts = [text for text in (*contents, *(part.get("text") for part in parts)) if isinstance(text, str)]
     images = len(images_of(row))
-    for written in placeholder_texts:
+    for written in (*placeholder_texts, _TAG_OF_A_FILE):
         if any(written in text for text in texts):
             return ImagesOfRow(images, problem=f"has {written} in its text; images are written {_TAG}")
-    if not images:
-        return ImagesOfRow(0)  # a tag is text then
-    tags = sum(text.count(_TAG) for text in texts) + sum(part.get("type") == "image" for part in parts)
+    tags = sum(text.count(_TAG) for text in texts)
     if tags > images:
-        return ImagesOfRow(images, problem=f"has {tags} tags {_TAG} for {images} images")
+        return ImagesOfRow(images, problem=f"has {tags} tags {_TAG} for {images} images in the column images")
+    files = []
+    for source in images_of(row):
+        try:
+            files.append(image_bytes(source))
+        except UnreadableImage as error:
+            return ImagesOfRow(images, problem=f"has an image that {error}")
+        try:
+            check_whole(files[-1])
+            if sent:
+                check_sent(files[-1], MAX_PIXELS, most_bytes=MAX_BYTES)
+        except UnreadableImage as error:
+            return ImagesOfRow(images, problem=f"has the image {image_name(source)}, which {error}")
+        except ValueError as error:
+            return ImagesOfRow(images, problem=f"has the image {image_name(source)}, which servers refuse: it {error}")
     try:
-        read = reader.images(row)
-    except UnreadableImage as error:
-        return ImagesOfRow(images, problem=f"has an image that {error}")
+        read = reader.read(row, files)
     except ValueError as error:  # of the processor: sides too different
         return ImagesOfRow(images, problem=f"has an image that cannot be resized: {error}")
     return ImagesOfRow(images, sum(map(reader.format.length_of, read)))
 
 
-def check_images(checked: Sequence[ImagesOfRow], max_model_len: int | None, max_completion_length: int) -> int:
+def check_images(
+    dataset: Any, checked: Sequence[ImagesOfRow], max_model_len: int | None, max_completion_length: int
+) -> int:
     """Raise ValueError for rows with problems. Return the largest number of images in a row."""
     problems = [(row, images.problem) for row, images in enumerate(checked) if images.problem is not None]
-    refuse_rows(problems, len(checked), "have images that cannot be trained", "; correct these rows, or remove them")
+    refuse_rows(dataset, problems, "have images that cannot be trained", "; correct these rows, or remove them")
     if max_model_len is not None:
-        room = max_model_len - max_completion_length
+        # vLLM cuts completions that are longer than what a prompt leaves, as a note on the flags says
+        room = max_model_len - max_completion_length if max_completion_length < max_model_len else max_model_len
         longest = max((images.tokens for images in checked), default=0)
         refuse_rows(
+            dataset,
             [(row, f"has {images.tokens}") for row, images in enumerate(checked) if images.tokens >= room],
-            len(checked),
             f"have more tokens of images than the {room} that --vllm_max_model_len {max_model_len} and "
             f"--max_completion_length {max_completion_length} leave for a prompt",
             f"; use a smaller --max_pixels, or --vllm_max_model_len above {longest + max_completion_length}",
@@ -107,10 +136,21 @@ def check_images(checked: Sequence[ImagesOfRow], max_model_len: int | None, max_
     return max((images.images for images in checked), default=0)
 
 
-# ---- long prompts
+# ---- prompts
 
 
-def without_long_prompts(
+class EncodedRow(NamedTuple):
+    """Tokens of a prompt, the last messages that fit if it is too long, and why it cannot be encoded."""
+
+    tokens: int
+    kept: int = 0
+    problem: str | None = None
+
+
+_FITS = EncodedRow(0)
+
+
+def check_prompts(
     dataset: Any,
     images: Sequence[ImagesOfRow],
     template: Template,
@@ -119,37 +159,104 @@ def without_long_prompts(
     max_length: int | None,
     strategy: str,
     name: str,
-) -> Any:
-    """Return the rows of a dataset whose prompts fit. Every rank calls this, and encodes its share of the rows.
+) -> tuple[Any, str | None]:
+    """Return the rows whose prompts can be encoded and fit, and a note on long ones. Every rank encodes its share.
 
-    An image counts with all its tokens. `request`: turns a prompt into what the template encodes. `name`: the flag of
-    the dataset, for messages. Raises ValueError for the first rows that do not fit if the strategy is "raise", and if
-    no row is left.
+    With the strategy "left" a prompt of several turns loses its oldest ones; an image then counts as one token, as in
+    ms-swift, and otherwise with all its tokens. `request`: turns a prompt into what the template encodes. `name`: the
+    flag of the dataset, for messages. Raises ValueError for rows that cannot be encoded, and for those that are too
+    long unless the strategy is "delete".
     """
-    if max_length is None or strategy not in ("delete", "raise"):
-        return dataset
+    encoded = _encode(dataset, images, template, request, max_length, strategy)
+    problems = [(row, each.problem) for row, each in enumerate(encoded) if each.problem is not None]
+    refuse_rows(dataset, problems, "cannot be encoded", "; correct these rows, or remove them")
+    long = {row: each for row, each in enumerate(encoded) if max_length is not None and each.tokens > max_length}
+    if not long:
+        return dataset, None
+    listed = ", ".join(f"{row_name(dataset, row)} has {long[row].tokens} tokens" for row in list(long)[:_LISTED])
+    more = ", ..." if len(long) > _LISTED else ""
+    found = (
+        f"--{name}: {len(long)} of {len(dataset)} prompts are longer than --max_length {max_length} ({listed}{more})"
+    )
+    if strategy == "left" and all(each.kept for each in long.values()):
+        shorter = _without_oldest_turns(dataset, long)
+        return shorter, f"{found}; their oldest turns are left out (--truncation_strategy left)"
+    if strategy == "delete" and len(long) < len(dataset):
+        kept = [row for row in range(len(dataset)) if row not in long]
+        return dataset.select(kept), f"{found}; they are left out (--truncation_strategy delete)"
+    others = "" if len(long) == len(dataset) else ", or --truncation_strategy delete to leave them out"
+    raise ValueError(f"{found}; use --max_length {max(each.tokens for each in long.values())}{others}")
+
+
+def _encode(
+    dataset: Any,
+    images: Sequence[ImagesOfRow],
+    template: Template,
+    request: Callable[[Prompt], Any],
+    max_length: int | None,
+    strategy: str,
+) -> list[EncodedRow]:
+    """Encode every prompt that may be too long, or that has not the form that every template can encode."""
+    limit = math.inf if max_length is None else max_length
     prompts = PromptSource(dataset, 0, shuffle=False, default_system=template.template_meta.default_system)
     encoder = copy(template)
     encoder.max_length = None
     encoder.set_mode("vllm")  # as the engine encodes them
 
-    def length(row: int) -> int:
+    def length(prompt: Prompt) -> int:
+        return len(encoder.encode(request(prompt))["input_ids"])
+
+    def fitting(prompt: Prompt) -> int:
+        """Return the number of the last messages that fit, from a turn of the user on; 0 if there is no such turn."""
+        messages = prompt.row["messages"]
+        turns = [len(messages) - place for place, message in enumerate(messages) if message["role"] == "user"]
+        rest = ((kept, Prompt("", {**prompt.row, "messages": _last_turns(messages, kept)})) for kept in turns[1:])
+        return next((kept for kept, shorter in rest if length(shorter) <= limit), 0)
+
+    def encoded(row: int) -> EncodedRow:
         prompts.taken = row
         [prompt] = prompts.take(1)
-        expansion = images[row].tokens - images[row].images  # in place of one placeholder per image
-        return len(encoder.encode(request(prompt))["input_ids"]) + expansion
+        shown = images[row]
+        expansion = 0 if strategy == "left" else shown.tokens - shown.images  # in place of one placeholder per image
+        bound = _most_tokens(prompt.row)
+        if bound is not None and bound + expansion <= limit:
+            return _FITS
+        try:
+            tokens = length(prompt) + expansion
+            if tokens <= limit or strategy != "left" or shown.images:
+                return EncodedRow(tokens)
+            return EncodedRow(tokens, kept=fitting(prompt))
+        except Exception as error:  # whatever ms-swift and the tokenizer raise
+            return EncodedRow(0, problem=f"raises {type(error).__name__}: {str(error)[:300]}")
 
-    lengths = dict(enumerate(_on_all_ranks(length, len(dataset))))
-    long = {row: tokens for row, tokens in lengths.items() if tokens > max_length}
-    if not long:
-        return dataset
-    listed = ", ".join(f"row {row} has {long[row]} tokens" for row in list(long)[:_LISTED])
-    more = ", ..." if len(long) > _LISTED else ""
-    found = (
-        f"--{name}: {len(long)} of {len(dataset)} prompts are longer than --max_length {max_length} ({listed}{more})"
-    )
-    if strategy == "raise" or len(long) == len(dataset):
-        others = "left to cut them" if len(long) == len(dataset) else "left to cut them or delete to leave them out"
-        raise ValueError(f"{found}; use --max_length {max(long.values())}, or --truncation_strategy {others}")
-    logger.info(f"{found}; they are left out (--truncation_strategy delete)")
-    return dataset.select([row for row in lengths if row not in long])
+    return _on_all_ranks(encoded, len(dataset))
+
+
+def _most_tokens(row: dict[str, Any]) -> int | None:
+    """Return a limit on the tokens of a prompt that any template can encode; None if only encoding it can tell.
+
+    A token stands for at least one byte. So most rows of a large dataset need not be encoded.
+    """
+    messages = row["messages"]
+    turns = messages[1:] if messages[0]["role"] == "system" else messages
+    alternates = all(message["role"] == ("user", "assistant")[place % 2] for place, message in enumerate(turns))
+    if row.get("tools") or not alternates or not all(isinstance(message["content"], str) for message in messages):
+        return None
+    return sum(len(message["content"].encode()) + _OF_A_TURN for message in messages) + _OF_A_TURN
+
+
+def _last_turns(messages: Sequence[dict[str, Any]], kept: int) -> list[dict[str, Any]]:
+    """Return the last messages, so many, after the system message."""
+    head = messages[:1] if messages[0]["role"] == "system" else []
+    return [*head, *messages[-kept:]]
+
+
+def _without_oldest_turns(dataset: Any, long: dict[int, EncodedRow]) -> Any:
+    """Return the dataset with shorter conversations in place of the long ones."""
+    shorter = [
+        {**dataset[row], "messages": _last_turns(dataset[row]["messages"], each.kept)} for row, each in long.items()
+    ]
+    order = list(range(len(dataset)))
+    for place, row in enumerate(long, start=len(dataset)):
+        order[row] = place
+    return concatenate_datasets([dataset, Dataset.from_list(shorter, features=dataset.features)]).select(order)

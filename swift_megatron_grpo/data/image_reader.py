@@ -7,7 +7,7 @@ once a vision tower needs them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from io import BytesIO
@@ -38,8 +38,12 @@ class ImageReader:
 
     def images(self, row: Mapping[str, Any]) -> list[ModelImage]:
         """Return the images of a row, in order. Equal files that are still in use are one object."""
+        return self.read(row, map(image_bytes, images_of(row)))
+
+    def read(self, row: Mapping[str, Any], contents: Iterable[bytes]) -> list[ModelImage]:
+        """Return the images of a row from the contents of its files."""
         options = {k: v for k, v in (row.get("chat_template_kwargs") or {}).items() if k in _RESIZING}
-        return [self._image(image_bytes(source), options) for source in images_of(row)]
+        return [self._image(content, options) for content in contents]
 
     def exact(self, content: bytes) -> ModelImage:
         """Return an image that is cut without being resized: its size is the format's small_size."""

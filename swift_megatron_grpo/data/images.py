@@ -6,18 +6,24 @@ A row has paths, URLs, base64, bytes or PIL images. Only a trainer reads them; i
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
+from binascii import Error as BinasciiError
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from hashlib import blake2b
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from swift.template.vision_utils import load_file
+from swift.template.template_inputs import StdTemplateInputs
+from swift.template.vision_utils import _check_path, load_file
 
 from swift_megatron_grpo.types import Prompt
 
 MAX_PIXELS = 2**26  # of an image that another process sends
+MAX_BYTES = 2**26  # of its file, by the default of a server's --max_body_bytes
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # of these
+TOOL_ROLES = ("tool", "tool_call", "tool_response")  # whose content may be any JSON
 
 
 class UnreadableImage(ValueError):
@@ -26,6 +32,27 @@ class UnreadableImage(ValueError):
 
 def images_of(row: Mapping[str, Any]) -> list[Any]:
     return list(row.get("images") or [])
+
+
+def with_listed_images(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row whose images are all in the column `images`, also those that were parts of its messages.
+
+    ms-swift's template does the same once it encodes the row. Raises ValueError for parts that it cannot encode.
+    """
+    contents = [message.get("content") for message in row["messages"] if message["role"] not in TOOL_ROLES]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    if any(not isinstance(part, dict) or "type" not in part for part in parts):
+        raise ValueError("has a content with a part that has no type; use {'type': 'text', 'text': ...}")
+    kinds = {part["type"] for part in parts} - {"text"}
+    if not kinds:
+        return row
+    if not kinds <= {"image", "image_url"}:
+        raise ValueError(f"has parts of type {', '.join(sorted(kinds))}; text and images can be trained")
+    messages = deepcopy(row["messages"])
+    listed = StdTemplateInputs.remove_messages_media(messages)["images"]
+    if listed and images_of(row):
+        raise ValueError("has images both in its messages and in the column images; use one of the two")
+    return {**row, "messages": messages, "images": listed or images_of(row)}
 
 
 def image_bytes(source: Any) -> bytes:
@@ -39,13 +66,32 @@ def image_bytes(source: Any) -> bytes:
     if not source or not isinstance(source, str | bytes):
         raise UnreadableImage(f"is {type(source).__name__}, neither a path, a URL, base64, bytes nor a PIL image")
     try:
+        if isinstance(source, str) and _is_read_as_base64(source):
+            b64decode("".join(source.split()), validate=True)
         content: bytes = load_file(source).getvalue()
     except Exception as error:  # whatever a file system, a download or base64 raises
-        name = source if isinstance(source, str) else f"{len(source)} bytes"
-        if len(name) > 200:
-            name = f"{name[:40]}... ({len(name)} characters, read as base64)"
-        raise UnreadableImage(f"cannot be read: {name}: {type(error).__name__}") from error
+        raise UnreadableImage(f"cannot be read: {image_name(source)}: {_reason(error)}") from error
     return content
+
+
+def _is_read_as_base64(source: str) -> bool:
+    """Return True for what ms-swift decodes because no such file exists; base64 ignores the dot of a file's name."""
+    return not source.strip().startswith(("http", "data:")) and _check_path(source.strip()) is None
+
+
+def _reason(error: Exception) -> str:
+    if not isinstance(error, BinasciiError | FileNotFoundError):
+        return type(error).__name__
+    return f"no such file in {Path.cwd()} or $ROOT_IMAGE_DIR, and not base64"
+
+
+def image_name(source: object) -> str:
+    """Return how an error names an image of a row."""
+    if isinstance(source, dict):
+        source = source.get("path") or source.get("bytes")
+    if not isinstance(source, str):
+        return f"{len(source)} bytes" if isinstance(source, bytes) else type(source).__name__
+    return source if len(source) <= 200 else f"{source[:40]}... ({len(source)} characters, read as base64)"
 
 
 def image_size(content: bytes) -> tuple[int, int]:
@@ -54,7 +100,24 @@ def image_size(content: bytes) -> tuple[int, int]:
         with Image.open(BytesIO(content)) as image:
             return image.size
     except Exception as error:
-        raise UnreadableImage(f"is no image that PIL can open: {error}") from error
+        raise UnreadableImage(f"PIL cannot open: it begins with {content[:16]!r}") from error
+
+
+def check_whole(content: bytes) -> None:
+    """Raise UnreadableImage for a file that is cut off or damaged, which its header does not show.
+
+    The checksums of a PNG are compared. A JPEG is decoded at an eighth of its size, any other format in full.
+    """
+    image_size(content)
+    try:
+        with Image.open(BytesIO(content)) as image:
+            if image.format == "PNG":
+                image.verify()
+            else:
+                image.draft("RGB", (1, 1))
+                image.load()
+    except Exception as error:
+        raise UnreadableImage(f"is cut off or damaged: {error}") from error
 
 
 def digest_of(content: bytes) -> str:
@@ -70,11 +133,15 @@ def image_digests(prompt: Prompt) -> list[str]:
     return [digest for digest, _ in files_of(prompt.row)]
 
 
-def check_sent(content: bytes, max_pixels: int, formats: tuple[str, ...] = FORMATS) -> None:
+def check_sent(
+    content: bytes, max_pixels: int, formats: tuple[str, ...] = FORMATS, most_bytes: int | None = None
+) -> None:
     """Raise ValueError unless a client has sent an image, in one of PIL's `formats`, of at most so many pixels.
 
     Only its header is read: a file of kilobytes may promise an image of gigabytes.
     """
+    if most_bytes is not None and len(content) > most_bytes:
+        raise ValueError(f"must have at most {most_bytes} bytes")
     try:
         with Image.open(BytesIO(content), formats=formats) as image:
             width, height = image.size

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from swift_megatron_grpo.data.images import with_listed_images
 from swift_megatron_grpo.types import Prompt
 
 
@@ -50,7 +51,7 @@ class PromptSource:
         return self._prompt(int(epoch), int(row)) if int(row) < self.rows else None
 
     def _prompt(self, epoch: int, index: int) -> Prompt:
-        row = dict(self._rows[index])
+        row = with_listed_images(dict(self._rows[index]))
         if self._default_system and row["messages"][0]["role"] != "system":
             row["messages"] = [{"role": "system", "content": self._default_system}, *row["messages"]]
         return Prompt(prompt_id=f"{self._label}{epoch}-{index}", row=row)

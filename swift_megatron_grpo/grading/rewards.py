@@ -39,6 +39,10 @@ _NOT_FOR_REWARDS = frozenset(  # columns that ms-swift does not pass to reward f
     + ("teacher_prompt", "teacher_images", "teacher_messages")
 )
 _MOST_SHOWN = 2000  # characters of an error or a value; all ranks repeat them
+_GENERATED = frozenset(  # arguments of reward functions beyond the columns
+    ("messages", "prompt_id", "request_id", "finish_reason", "is_truncated", "rollout_infos", "response_token_ids")
+    + ("trainer_state",)
+)
 _TIMED_OUT = object()
 
 
@@ -100,6 +104,14 @@ def reward_columns(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
         counts[prompt.prompt_id] += 1
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
+
+
+def columns_needed(function: type[Any]) -> list[str]:
+    """Return the columns of the dataset without which the functions of this class cannot be called."""
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    after_completions = list(inspect.signature(function.__call__).parameters.values())[2:]
+    needed = [each.name for each in after_completions if each.kind in named and each.default is each.empty]
+    return [name for name in needed if name not in _GENERATED]
 
 
 def gym_reward(completions: list[str], rollout_infos: list[dict[str, Any]], **columns: Any) -> list[float | None]:

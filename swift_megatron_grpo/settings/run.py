@@ -88,8 +88,9 @@ class Data(Flags):
     max_pixels: Annotated[int | None, AtLeast(784, use=1003520, why="an image has at least one patch")]
     truncation_strategy: Literal["left", "delete", "raise", "right", "split"] | None = flag(
         None,
-        "What to do with prompts longer than --max_length. left: cut their beginning. delete: leave them out of the "
-        "dataset before training. raise: refuse the dataset, with the rows. Default: none, the same as left.",
+        "What to do with prompts longer than --max_length. left: leave out the oldest turns of a conversation, and "
+        "refuse a prompt whose last turn alone is longer. delete: leave such rows out of the dataset before training. "
+        "raise: refuse the dataset, with the rows. Default: none, the same as left.",
         example="delete",
     )
 

@@ -126,7 +126,7 @@ def with_long_rows(folder: Path, dataset: Path) -> Path:
 def test_long_prompts_are_left_out(folder: Path, dense: Path, with_long_rows: Path) -> None:
     flags = ["--truncation_strategy", "delete", "--train_iters", "5", "--rollout_dump", str(folder / "kept")]
     run = train(folder, dense, with_long_rows, "delete", *flags, "--dataset_shuffle", "false")
-    found = "2 of 10 prompts are longer than --max_length 128 (row 3 has 2"
+    found = "2 of 10 prompts are longer than --max_length 128 (row 3 of "
     assert f"--dataset: {found}" in run.output and "they are left out" in run.output
     prompts = {
         row["messages"][-1]["content"].split(":")[0]
@@ -136,10 +136,14 @@ def test_long_prompts_are_left_out(folder: Path, dense: Path, with_long_rows: Pa
     assert prompts == {str(row) for row in range(10)} - {"3", "7"}
 
 
-def test_long_prompts_are_refused_before_a_model_loads(folder: Path, dense: Path, with_long_rows: Path) -> None:
-    run = train(folder, dense, with_long_rows, "raise", "--truncation_strategy", "raise", ok=False)
+@pytest.mark.parametrize("strategy", ["left", "raise"])
+def test_long_prompts_are_refused_before_a_model_loads(
+    folder: Path, dense: Path, with_long_rows: Path, strategy: str
+) -> None:
+    run = train(folder, dense, with_long_rows, strategy, "--truncation_strategy", strategy, ok=False)
     assert run.code != 0 and LOADING not in run.output
-    assert "--truncation_strategy left to cut them or delete to leave them out" in run.output
+    assert f"row 7 of {with_long_rows} has 2" in run.output
+    assert ", or --truncation_strategy delete to leave them out" in run.output
 
 
 # ---- positions

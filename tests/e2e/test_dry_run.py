@@ -138,7 +138,9 @@ def test_prompts_have_the_tokens_of_their_images(folder: Path) -> None:
     whole = longest()
     assert longest("--max_pixels", str(56 * 56)) == whole - 9 * 9 + 2 * 2
     # --max_length counts an image as one token, as ms-swift does.
-    assert longest("--max_length", "20") == 20 + 9 * 9 - 1
+    assert longest("--max_length", str(whole - 9 * 9 + 1)) == whole
+    code, output = check([*arguments, "--max_length", "20"], 1)
+    assert code == 1 and "16 of 16 prompts are longer than --max_length 20 (row" in output, output[-4000:]
     for part in ("--freeze_vit", "--freeze_aligner"):
         assert longest(part, "false") == whole
 

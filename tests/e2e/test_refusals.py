@@ -33,7 +33,7 @@ def test_rows_that_would_be_dropped_end_the_run_before_a_model_loads(folder: Pat
     mixed.write_text("\n".join([*rows, json.dumps({"query": "1+1", "letters": "a"})]))
     run = megatron_command(dense, mixed, folder / "dropped", 1)
     assert run.code == 1 and LOADING not in run.output and "Traceback" not in run.output
-    message = "--dataset: 1 of 9 rows of the dataset would not be trained: row 8 has query but no messages"
+    message = f"--dataset: {mixed}: 1 of 9 rows of the dataset would not be trained: row 8 has query but no messages"
     assert run.output.count(message) == 1 and run.output.splitlines()[-1].startswith(message), run.output[-3000:]
 
 

@@ -45,18 +45,13 @@ class Reward:
 
 
 def read_rows(args: GRPOArguments, dataset: Any, template: Template) -> Rows:
-    """Encode the first prompts, in the order of training.
-
-    As in a run, an image counts as one token for --max_length, and then as many as the engine expands it to.
-    """
+    """Encode the first prompts, in the order of training; an image has the tokens that the engine expands it to."""
     source = PromptSource(dataset, args.data_seed, args.train_dataloader_shuffle, template.template_meta.default_system)
     encoder = copy(template)
     encoder.max_length = None
     encoder.set_mode("vllm")
     prompts = source.take(min(MOST_ROWS, len(dataset)))
     lengths = [len(encoder.encode(infer_request(prompt))["input_ids"]) for prompt in prompts]
-    if args.max_length is not None:
-        lengths = [min(length, args.max_length) for length in lengths]
     image_tokens = [0] * len(prompts)
     if args.most_images:
         reader = ImageReader(template)

@@ -25,7 +25,8 @@ def sampling_params(engine: GRPOVllmEngine, inputs: dict[str, Any], request: Req
     if room < 1:
         raise ValueError(
             f"a prompt of {prompt} tokens leaves no room for a completion within --vllm_max_model_len "
-            f"{engine.max_model_len}; use a larger --vllm_max_model_len, or a smaller --max_length, which cuts prompts"
+            f"{engine.max_model_len}; use a larger --vllm_max_model_len, or a smaller --max_length with "
+            "--truncation_strategy delete"
         )
     request.max_tokens = min(request.max_tokens or room, room)
     params = engine._prepare_generation_config(request)

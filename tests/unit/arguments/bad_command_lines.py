@@ -420,6 +420,31 @@ _DATASETS = """
 --dataset FILE:mixed.jsonl -> --dataset & query
 --dataset FILE:few.jsonl --num_train_epochs 1 -> prompts & train_iters
 --dataset FILE:long.jsonl --max_length 16 --truncation_strategy raise -> max_length
+--dataset FILE:long.jsonl --max_length 16 -> max_length & row & long.jsonl
+--dataset FILE:twice.jsonl -> twice.jsonl, line 3 & query
+--dataset FILE:half.jsonl -> half.jsonl, line 3
+--dataset FILE:blank.jsonl -> blank.jsonl
+--dataset FILE:number.jsonl -> --dataset & row 2 of & number.jsonl
+--dataset FILE:tool_first.jsonl -> row 2 of & tool_first.jsonl
+--dataset FILE:parts.jsonl -> parts.jsonl & images
+--dataset FILE:column_text.jsonl -> column_text.jsonl & --columns & "text"
+--dataset FILE:lines.txt -> lines.txt & --columns & "text"
+--dataset FILE:strings.json -> strings.json & --columns & "text"
+--dataset FILE:mixed.json -> mixed.json, element 1
+--dataset FILE:long.csv -> long.csv, line 2
+--dataset FILE:short.csv -> short.csv, line 3
+--dataset FILE:cut.parquet -> cut.parquet
+--dataset FILE:rows.tsv -> --dataset & rows.tsv
+--dataset FILE:rows.jsonl.gz -> --dataset & rows.jsonl.gz
+--dataset FILE:rows.xyz -> --dataset & rows.xyz
+--dataset FILE:rows -> --dataset & suffix
+--dataset MODEL -> --dataset & cannot be loaded
+--dataset EMPTY -> --dataset & no files
+--dataset ~ -> --dataset ''
+--dataset DATA FILE:number.jsonl -> row 2 of & number.jsonl
+--columns {"nosuch":"query"} -> --columns names nosuch
+--reward_funcs accuracy -> --reward_funcs accuracy & solution
+--dataset FILE:numbers.jsonl --reward_funcs accuracy -> --reward_funcs accuracy & solution has numbers
 --val_dataset FILE:empty.jsonl -> empty.jsonl
 --val_dataset FILE:no_role.jsonl -> --val_dataset & role
 --val_dataset FILE:only_assistant.jsonl -> --val_dataset & user

@@ -6,7 +6,7 @@ import json
 
 
 def _row(**columns: object) -> str:
-    return json.dumps(columns)
+    return json.dumps({"letters": "a", **columns})
 
 
 def _user(text: str) -> list[dict[str, str]]:
@@ -36,6 +36,23 @@ FILES = {
     "mixed.jsonl": "\n".join([*_GOOD, _row(query="spell c")]),
     "few.jsonl": _GOOD[0],
     "long.jsonl": "\n".join(_row(messages=_user("spell " * 99)) for _ in range(8)),
+    "twice.jsonl": "\n".join([*_GOOD, '{"query": "a", "query": "b"}']),
+    "half.jsonl": "\n".join([*_GOOD, '{"query": "\\ud800"}']),
+    "blank.jsonl": "\n\n\n",
+    "number.jsonl": "\n".join([*_GOOD, _row(messages=[{"role": "user", "content": 7}])]),
+    "tool_first.jsonl": "\n".join([*_GOOD, _row(messages=[{"role": "tool", "content": "4"}, *_user("spell c")])]),
+    "parts.jsonl": "\n".join(
+        _row(messages=[{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]) for _ in range(4)
+    ),
+    "column_text.jsonl": "\n".join(_row(text="spell a") for _ in range(4)),
+    "lines.txt": "spell a\nspell b\n",
+    "strings.json": '["spell a", "spell b"]',
+    "mixed.json": '[{"query": "spell a"}, "spell b"]',
+    "long.csv": "query,letters\nspell a, b,c\n",
+    "short.csv": "query,letters\nspell a,a\nspell b\n",
+    "numbers.jsonl": "\n".join(_row(messages=_user("1 + 1"), solution=2) for _ in range(4)),
+    **dict.fromkeys(("rows.tsv", "rows.jsonl.gz", "rows.xyz", "rows"), _GOOD[0]),
+    "cut.parquet": "PAR1 and no more",
     "broken.py": "import no_such_module\n",
     "plain.py": "from swift.rewards import orms\n\ndef plain(completions, **kwargs):\n    return [0.0]\n\n"
     "orms['plain'] = plain\n",

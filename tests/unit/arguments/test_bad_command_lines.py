@@ -76,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bad")
     (folder / "empty").mkdir()
     run_script(REPOSITORY / "scripts" / "make_tiny_model.py", "--out", folder / "model")
-    rows = [{"messages": [{"role": "user", "content": f"spell {n}"}]} for n in range(64)]
+    rows = [{"messages": [{"role": "user", "content": f"spell {n}"}], "letters": "a"} for n in range(64)]
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for name, text in FILES.items():
         (folder / name).write_text(text)

@@ -337,12 +337,15 @@ several = copy(full)
 several.reward_funcs = ["format", "of_its_class", "format", "tokens", length, length, "format_2"]
 
 from datasets import Dataset
+from types import SimpleNamespace
+
+template = SimpleNamespace(template_meta=SimpleNamespace(default_system=None), set_mode=lambda mode: None)
 
 def init(rows, **values):
     for name, value in values.items():
         setattr(full, name, value)
     try:
-        full.init_iters(*full.checked_datasets(Dataset.from_list(rows), None, None))
+        full.init_iters(*full.checked_datasets(Dataset.from_list(rows), None, template))
         return full.train_iters
     except ValueError as error:
         return str(error)

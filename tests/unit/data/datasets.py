@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from swift_megatron_grpo.data.checks import no_prompt_dropped
+from swift_megatron_grpo.data.checks import checked_loading
 
 
 def write(path: Path, *rows: dict[str, Any]) -> str:
@@ -14,11 +14,12 @@ def write(path: Path, *rows: dict[str, Any]) -> str:
     return str(path)
 
 
-def load(path: str) -> Any:
+def load(*paths: str, columns: dict[str, str] | None = None, shuffle: bool = False) -> Any:
     from swift.dataset import load_dataset
 
-    with no_prompt_dropped():
-        return load_dataset(path, load_from_cache_file=False, remove_unused_columns=False)[0]
+    options = {"load_from_cache_file": False, "remove_unused_columns": False, "columns": columns, "shuffle": shuffle}
+    with checked_loading(columns):
+        return load_dataset(list(paths), **options)[0]
 
 
 QUESTION = {"messages": [{"role": "user", "content": "1+1"}], "solution": "2"}

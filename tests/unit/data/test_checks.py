@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.data.checks import check_rows
+from swift_megatron_grpo.data.checks import check_rows, without_row_numbers
 from tests.unit.data.datasets import QUESTION, load, write
 
 
 def test_rows_without_a_user_turn_are_named(tmp_path: Path) -> None:
     system = {"messages": [{"role": "system", "content": "be kind"}], "solution": "3"}
     dataset = load(write(tmp_path / "a.jsonl", QUESTION, system))
-    with pytest.raises(ValueError, match="row 1 has no user turn, only system"):
+    with pytest.raises(ValueError, match=r"row 1 of \S*a.jsonl has no user turn, only system"):
         check_rows(dataset, takes_images=False)
     check_rows(load(write(tmp_path / "b.jsonl", QUESTION, QUESTION)), takes_images=False)
     check_rows(
@@ -26,12 +27,44 @@ def test_rows_without_a_user_turn_are_named(tmp_path: Path) -> None:
         )
 
 
-def test_a_dataset_without_user_turns_is_refused_with_the_flag_that_maps(tmp_path: Path) -> None:
-    """ms-swift takes a column named text for the response, and makes messages of it."""
-    dataset = load(write(tmp_path / "a.jsonl", {"text": "x"}, {"text": "y"}))
+def test_a_row_has_the_number_of_its_file_after_shuffling(tmp_path: Path) -> None:
+    system = {"messages": [{"role": "system", "content": "be kind"}], "solution": "3"}
+    one = write(tmp_path / "a.jsonl", *[QUESTION] * 40)
+    other = write(tmp_path / "b.jsonl", *[QUESTION] * 17, system, *[QUESTION] * 22)
+    dataset = load(one, other, shuffle=True)
+    with pytest.raises(ValueError, match=rf"1 of 80 rows .* row 17 of {other} has no user turn"):
+        check_rows(dataset, takes_images=False)
+    assert {*without_row_numbers(dataset).column_names} & {"row_of_source"} == set()
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.json"])
+def test_a_prompt_in_the_column_text_is_refused_with_the_flag(tmp_path: Path, name: str) -> None:
+    """ms-swift makes a response of a column named text; of text files and of arrays of strings it has only that."""
+    lines = {"a.jsonl": ['{"text": "x"}', '{"text": "y"}'], "a.txt": ["x", "y"], "a.json": ['["x", "y"]']}
+    (tmp_path / name).write_text("\n".join(lines[name]))
     with pytest.raises(
-        ValueError, match=r"2 of 2 rows .* only assistant.* or map the column with the prompt: --columns"
+        ValueError, match=rf"{name}: row 0 .* has the columns text.*--columns '{{\"text\": \"query\"}}'"
     ):
+        load(str(tmp_path / name))
+    mapped = load(str(tmp_path / name), columns={"text": "query"})
+    check_rows(mapped, takes_images=False)
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ([{"role": "user", "content": 7}], "has a content of type int"),
+        ([{"role": "user", "content": [{"text": "x"}]}], "has a content with a part that has no type"),
+        ([{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}], "has parts of type video"),
+        (
+            [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}],
+            "has images in its messages, which this",
+        ),
+    ],
+)
+def test_content_that_no_template_encodes_is_refused(tmp_path: Path, messages: list[Any], problem: str) -> None:
+    dataset = load(write(tmp_path / "a.jsonl", QUESTION, {"messages": messages, "solution": "3"}))
+    with pytest.raises(ValueError, match=rf"row 1 of \S*a.jsonl {problem}"):
         check_rows(dataset, takes_images=False)
 
 
@@ -43,14 +76,11 @@ def test_rows_with_media_are_named_with_their_column(
     tmp_path: Path, column: str, value: list[str], takes_images: bool
 ) -> None:
     dataset = load(write(tmp_path / "a.jsonl", QUESTION | {column: []}, QUESTION | {column: value}))
-    with pytest.raises(ValueError, match=f"1 of 2 rows .* row 1 has {len(value)} in the column {column}"):
+    with pytest.raises(
+        ValueError, match=f"1 of 2 rows .* row 1 of \\S*a.jsonl has {len(value)} in the column {column}"
+    ):
         check_rows(dataset, takes_images)
 
 
 def test_rows_with_images_are_for_models_that_take_them(tmp_path: Path) -> None:
     check_rows(load(write(tmp_path / "a.jsonl", QUESTION | {"images": ["a.png"]})), takes_images=True)
-
-
-def test_text_that_mentions_an_image_is_text(tmp_path: Path) -> None:
-    tag = {"messages": [{"role": "user", "content": "what does <image> mean in HTML?"}], "images": []}
-    check_rows(load(write(tmp_path / "a.jsonl", tag, tag)), takes_images=True)

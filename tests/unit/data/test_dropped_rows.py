@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.data.checks import no_prompt_dropped
+from swift_megatron_grpo.data.checks import checked_loading
 from tests.unit.data.datasets import QUESTION, load, write
 
 
@@ -58,7 +58,7 @@ def test_rows_that_a_preprocessor_of_one_dataset_filters_are_logged(caplog: pyte
             return row if row["number"] % 2 == 0 else None
 
     rows = [{"messages": QUESTION["messages"], "number": number} for number in range(6)]
-    with no_prompt_dropped(), caplog.at_level(logging.WARNING):
+    with checked_loading(), caplog.at_level(logging.WARNING):
         assert len(OnlyEven()(Dataset.from_list(rows), load_from_cache_file=False)) == 3
     assert "OnlyEven keeps 3 of 6 rows of the dataset; the others are not trained" in caplog.text
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from PIL import Image
 from swift.model import get_processor
 from swift.template import get_template
@@ -20,6 +21,7 @@ from swift_megatron_grpo.data.encoded_rows import ImagesOfRow, check_images, che
 from swift_megatron_grpo.data.image_formats import MismatchedImages
 from swift_megatron_grpo.data.image_reader import ImageReader, placeholder_runs
 from swift_megatron_grpo.data.images import UnreadableImage, image_bytes, image_size
+from swift_megatron_grpo.data.prompts import PromptSource
 
 PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>")
 
@@ -138,19 +140,94 @@ def test_rows_are_refused_with_their_problem(reader: ImageReader) -> None:
         return str(check_row(row(content, *images), reader, PLACEHOLDERS).problem)
 
     image = png(56, 56)
-    assert problem("<image><image>", image) == "has 2 tags <image> for 1 images"
-    assert "cannot be read: /nowhere/a.png: " in problem("<image>", "/nowhere/a.png")
-    assert "PIL" in problem("<image>", b"no image")
+    assert problem("<image><image>", image) == "has 2 tags <image> for 1 images in the column images"
+    assert problem("What is <image>?") == "has 1 tags <image> for 0 images in the column images"
+    assert "has an image that cannot be read: /nowhere/a.png: no such file" in problem("<image>", "/nowhere/a.png")
     assert "cannot be resized" in problem("<image>", png(2000, 4))
-    assert problem("<|image_pad|>", image).startswith("has <|image_pad|> in its text; images are written <image>")
-    for content, images in (("<image>", [image]), ("no tag", [image]), ("text about <image>", [])):
+    for written in ("<|image_pad|>", "<img>"):
+        assert problem(f"see {written}", image).startswith(f"has {written} in its text; images are written <image>")
+    for content, images in (("<image>", [image]), ("no tag", [image]), ("no tag", [])):
         assert check_row(row(content, *images), reader, PLACEHOLDERS) == ImagesOfRow(len(images), 4 * len(images))
 
 
+def test_damaged_files_are_named_before_the_run(tmp_path: Path, reader: ImageReader) -> None:
+    """The header of a file that is cut off is whole, and a text may be named .png."""
+
+    def problem(name: str, content: bytes) -> str | None:
+        (tmp_path / name).write_bytes(content)
+        return check_row(row("<image>", str(tmp_path / name)), reader, PLACEHOLDERS).problem
+
+    for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"):
+        content = encoded(kind)
+        assert problem(f"whole.{kind}", content) is None
+        cut = problem(f"cut.{kind}", content[: len(content) // 2]) or ""
+        assert cut.startswith(f"has the image {tmp_path}/cut.{kind}, which "), kind
+    text = problem("text.png", b"# A text, whoever has named it .png")
+    assert text == f"has the image {tmp_path}/text.png, which PIL cannot open: it begins with b'# A text, whoeve'"
+
+
+def encoded(kind: str, size: int = 64) -> bytes:
+    file = BytesIO()
+    Image.open(BytesIO(png(size, size))).save(file, format=kind)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("name", ["a.png", "images/a.png", "abcd.jpeg"])
+def test_a_relative_path_that_does_not_exist_is_not_taken_for_base64(reader: ImageReader, name: str) -> None:
+    """Python's base64 skips dots and slashes: a.png are three bytes."""
+    problem = check_row(row("<image>", name), reader, PLACEHOLDERS).problem
+    assert problem == (
+        f"has an image that cannot be read: {name}: no such file in {Path.cwd()} or $ROOT_IMAGE_DIR, and not base64"
+    )
+
+
+def test_images_that_servers_refuse_are_refused_if_servers_generate(tmp_path: Path, reader: ImageReader) -> None:
+    path = tmp_path / "a.ppm"
+    path.write_bytes(encoded("PPM"))
+    assert check_row(row("<image>", str(path)), reader, PLACEHOLDERS).problem is None
+    sent = check_row(row("<image>", str(path)), reader, PLACEHOLDERS, sent=True).problem
+    assert sent == f"has the image {path}, which servers refuse: it must be an image: PNG, JPEG, WEBP, GIF, BMP, TIFF"
+    large = Image.new("1", (8200, 8200))
+    large.save(tmp_path / "large.png")
+    sent = check_row(row("<image>", str(tmp_path / "large.png")), reader, PLACEHOLDERS, sent=True).problem or ""
+    assert sent.endswith("which servers refuse: it must have at most 67108864 pixels")
+
+
+def test_images_in_messages_are_those_of_the_column(reader: ImageReader) -> None:
+    """ms-swift's template moves them; a run that reads the column alone starts vLLM without a vision tower."""
+    image, other = (base64.b64encode(png(56, height)).decode() for height in (56, 84))
+    parts = [
+        {"type": "image", "image": image}, {"type": "text", "text": "or "},
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{other}"}},
+    ]  # fmt: skip
+    given = {"messages": [{"role": "user", "content": parts}]}
+    assert check_row(given, reader, PLACEHOLDERS) == ImagesOfRow(2, 4 + 6)
+    [prompt] = PromptSource([given], seed=1, shuffle=False).take(1)
+    assert prompt.row["messages"] == [{"role": "user", "content": "<image>or <image>"}]
+    assert [image.grid for image in reader.images(prompt.row)] == [(1, 4, 4), (1, 6, 4)]
+    assert reader.encode_prompt(prompt.row) == reader.encode_prompt(given)
+    in_column = row([{"type": "image"}, {"type": "text", "text": "?"}], png(56, 56))
+    assert check_row(in_column, reader, PLACEHOLDERS) == ImagesOfRow(1, 4)
+    with pytest.raises(ValueError, match="images both in its messages and in the column"):
+        check_row(row(parts, png(56, 56)), reader, PLACEHOLDERS)
+
+
 def test_the_most_images_of_a_row_are_counted_and_long_prompts_refused() -> None:
+    def check(rows: list[ImagesOfRow], *lengths: Any) -> int:
+        return check_images(Dataset.from_list([{"number": 1}] * len(rows)), rows, *lengths)
+
     rows = [ImagesOfRow(0), ImagesOfRow(2, 60), ImagesOfRow(1, 100)]
-    assert check_images(rows, 200, 50) == 2 and check_images(rows, None, 50) == 2 and check_images([], 9, 1) == 0
+    assert check(rows, 200, 50) == 2 and check(rows, None, 50) == 2 and check([], 9, 1) == 0
     with pytest.raises(ValueError, match=r"row 2 has 100; use a smaller --max_pixels, or .* above 150"):
-        check_images(rows, 150, 50)
+        check(rows, 150, 50)
     with pytest.raises(ValueError, match=r"1 of 2 rows .* row 1 has 2 tags"):
-        check_images([ImagesOfRow(1), ImagesOfRow(1, problem="has 2 tags")], None, 1)
+        check([ImagesOfRow(1), ImagesOfRow(1, problem="has 2 tags")], None, 1)
+
+
+@pytest.mark.parametrize("longest", [4096, 10**8])
+def test_text_is_not_refused_for_images_where_vllm_cuts_completions(longest: int) -> None:
+    """--vllm_max_model_len 4096 --max_completion_length 4096, as in published scripts: a note says what is cut."""
+    dataset = Dataset.from_list([{"number": 1}] * 2)
+    assert check_images(dataset, [ImagesOfRow(0), ImagesOfRow(1, 4000)], 4096, longest) == 1
+    with pytest.raises(ValueError, match="row 1 has 4096"):
+        check_images(dataset, [ImagesOfRow(0), ImagesOfRow(1, 4096)], 4096, longest)
