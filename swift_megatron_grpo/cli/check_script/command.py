@@ -48,8 +48,9 @@ def check_script(script: Path, folder: Path, ranks: int, steps: int) -> None:
     from swift_megatron_grpo.cli.check_script.rehearsal import make_rehearsal, train
     from swift_megatron_grpo.cli.check_script.stand_ins import differences, typed
 
-    text, environment = script.read_text(), dict(os.environ)
+    environment = dict(os.environ)
     try:
+        text = script.read_text(encoding="utf-8")
         rehearsal = make_rehearsal(text, folder, ranks or 2, max(steps, 1), environment)
         if ranks == 0:
             rehearsal = make_rehearsal(text, folder, rehearsal.world_size, max(steps, 1), environment)
@@ -57,6 +58,10 @@ def check_script(script: Path, folder: Path, ranks: int, steps: int) -> None:
         world = str(rehearsal.world_size)
         os.environ |= {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "RANK": "0", "LOCAL_RANK": "0"}
         parse_flags(typed(rehearsal.published))
+    except UnicodeDecodeError as error:
+        raise Refused(f"{script} is not a text file") from error
+    except RecursionError as error:
+        raise Refused(f"{script} is nested too deeply to be read") from error
     except ValueError as error:
         raise Refused(f"{script} would be refused:\n{error}") from error
     print(f"check-script: all flags are accepted on {rehearsal.world_size} ranks")

@@ -31,11 +31,12 @@ from swift_megatron_grpo.cli.doctor.machine import free_port
 
 _SERVER_FLAGS = (  # of `swift rollout`, that a script's server keeps
     "multi_turn_scheduler", "max_turns", "gym_env", "use_gym_env", "enable_thinking", "template", "system",
-    "vllm_enable_lora", "vllm_max_lora_rank",
+    "vllm_enable_lora", "vllm_max_lora_rank", "rollout_quantization", "vllm_engine_kwargs",
 )  # fmt: skip
 _SHARED_FLAGS = ("model", "model_type", "template", "external_plugins")  # of both
 _SECONDS_TO_START = 300
 _CACHE = {"kv_cache_memory_bytes": 2**26}
+_REPORTS_EXPERTS = {"enable_return_routed_experts": True}  # of vLLM, for --router_replay_mode R3
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,11 @@ def make_rehearsal(script: str, folder: Path, ranks: int, steps: int, environmen
     run, flags = runs[0]
     if flags.get("vllm_server_base_url") == []:  # the script splits a variable; the run has a server of its own
         flags["vllm_server_base_url"] = ["http://127.0.0.1:8000"]
-    architecture = architecture_of(flags)
     rollouts = [read_flags(launch.arguments) for launch in found if launch.kind == "rollout"]
-    environments = [name for given in (flags, *rollouts) for name in given.get("gym_env", [])]
-    published, replaced = replace_inputs(flags, folder, environments)
+    published, replaced = replace_inputs(flags, folder, rollouts)
+    architecture = architecture_of(flags)  # after plugins that register it
     published |= {"model_type": [architecture.model_type], "output_dir": [str(folder / "output")]}
-    if "template" not in flags and architecture.template is not None:
+    if "template" not in published and architecture.template is not None:
         published["template"] = [architecture.template]
     if not (Path(flags["model"][0]).expanduser() / "config.json").is_file():
         large = save_large_config(folder / "large", architecture.hf_type, architecture.class_name)
@@ -80,7 +80,8 @@ def make_rehearsal(script: str, folder: Path, ranks: int, steps: int, environmen
     reduced = reduce(published, ranks, steps) | {"model": [str(tiny)]} | _on_cpu(published)
     server = None
     if flags.get("vllm_mode") == ["server"]:
-        server = _server(rollouts[0] if rollouts else published, reduced)  # another script may start the server
+        given = rollouts[0] if rollouts else _of_server(published)  # another script may start the server
+        server = _server(given, reduced)
         for name in ("vllm_server_host", "vllm_server_port"):
             reduced.pop(name, None)
     return Rehearsal(_count(run, "NPROC_PER_NODE") * _count(run, "NNODES"), published, ranks, reduced, server, replaced)
@@ -106,12 +107,20 @@ def _on_cpu(flags: Flags) -> Flags:
     return {"vllm_engine_kwargs": [json.dumps(given | _CACHE)], **none}
 
 
+def _of_server(trainer: Flags) -> Flags:
+    """Return the flags of a server that fits the trainer's."""
+    if trainer.get("router_replay_mode") != ["R3"]:
+        return trainer
+    settings: dict[str, Any] = json.loads("".join(trainer.get("vllm_engine_kwargs", [])) or "{}")
+    return trainer | {"vllm_engine_kwargs": [json.dumps(settings | _REPORTS_EXPERTS)]}
+
+
 def _server(given: Flags, trainer: Flags) -> Flags:
     kept = {name: given[name] for name in _SERVER_FLAGS if name in given}
     shared = {name: trainer[name] for name in _SHARED_FLAGS if name in trainer}
     length = int(trainer.get("max_length", ["256"])[0]) + int(trainer["max_completion_length"][0])
     sizes = {"vllm_max_model_len": [str(length)], "vllm_enforce_eager": ["true"], "torch_dtype": ["bfloat16"]}
-    return kept | shared | sizes | _on_cpu({})
+    return kept | shared | sizes | _on_cpu(kept)
 
 
 def train(rehearsal: Rehearsal, folder: Path) -> None:

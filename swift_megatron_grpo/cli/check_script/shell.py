@@ -5,7 +5,7 @@ absolute paths are out of a stub's reach, and people check scripts that they got
 
 What is read: assignments, `export`, arrays, ${NAME}, ${NAME:-default} and ${NAME:?message}, quotes, continued lines,
 comments, command separators and redirections. A substitution of commands, arithmetic or patterns has no value here and
-becomes an empty text.
+becomes an empty text. What variables expand to is bounded, because a few lines may double a text for ever.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 COMMANDS = {("megatron", "rlhf"): "rlhf", ("swift", "megatron", "rlhf"): "rlhf", ("swift", "rollout"): "rollout"}
+_MOST = 10_000_000  # characters that the variables of a script expand to
+_PROGRAM = re.compile(r"(?:^|[/.])cli[/.](_megatron[/.])?(\w+?)(?:\.py)?$")  # of ms-swift: a file or a module
+_LAUNCHER = re.compile(r"(?:(?:^|/)(?:python[\d.]*|torchrun)|^-m)$")
+_SIZES = {"nproc_per_node": "NPROC_PER_NODE", "nnodes": "NNODES"}  # flags of torchrun, and what `megatron` reads
 _WRAPPERS = {"exec", "nohup", "env", "time", "sudo"}
 _DECLARATIONS = {"export", "declare", "readonly", "local"}
 _KEYWORDS = {"then", "do", "else", "{", "if", "while", "until"}
@@ -37,12 +41,33 @@ class Launch:
 
 def launches(script: str, environment: Mapping[str, str] | None = None) -> list[Launch]:
     """Return the launches of a script that is started in this environment, in order."""
-    return [
-        Launch(kind, tuple(words[len(command) :]), given)
-        for words, given in Shell(environment).run(script)
-        for command, kind in COMMANDS.items()
-        if tuple(words[: len(command)]) == command
-    ]
+    found = []
+    for words, given in Shell(environment).run(script):
+        typed, sizes = _as_typed(words)
+        for command, kind in COMMANDS.items():
+            if tuple(typed[: len(command)]) == command:
+                known = {name: size for name, size in sizes.items() if size.isdigit() or name not in given}
+                found.append(Launch(kind, tuple(typed[len(command) :]), given | known))
+    return found
+
+
+def _as_typed(words: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Return a command as `megatron ...` or `swift ...`, and the sizes that its launcher sets.
+
+    torchrun and Python may start the file or the module of ms-swift that these two commands start.
+    """
+    for place, word in enumerate(words):
+        if (program := _PROGRAM.search(word)) and any(map(_LAUNCHER.search, words[:place])):
+            name = [] if program[2] == "main" else [program[2]]
+            return ["megatron" if program[1] else "swift", *name, *words[place + 1 :]], dict(_sizes(words[:place]))
+    return [words[0].rsplit("/", 1)[-1], *words[1:]], {}
+
+
+def _sizes(launcher: list[str]) -> Iterator[tuple[str, str]]:
+    for word, following in zip(launcher, [*launcher[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if name.startswith("-") and (size := _SIZES.get(name.lstrip("-").replace("-", "_"))):
+            yield size, value if equals else following
 
 
 class Shell:
@@ -52,6 +77,12 @@ class Shell:
         self.variables = dict(environment or {})
         self.arrays: dict[str, list[str]] = {}
         self._exported = set(self.variables)
+        self._room = _MOST
+
+    def value_of(self, name: str) -> str | None:
+        """Return the value of a variable."""
+        value = self.variables.get(name)
+        return None if value is None else self._counted(value)
 
     def run(self, script: str) -> Iterator[tuple[list[str], dict[str, str]]]:
         """Apply the assignments of the script, and yield every other command with its environment."""
@@ -62,8 +93,8 @@ class Shell:
                 if array := _ARRAY.fullmatch(word):
                     self._set_array(*array.groups())
                 else:
-                    before = self.variables.get(match[1], "") if match[2] else ""
-                    local[match[1]] = before + "".join(self._expand(word[match.end() :], splits=False))
+                    before = self.value_of(match[1]) if match[2] else None
+                    local[match[1]] = (before or "") + "".join(self._expand(word[match.end() :], splits=False))
             if words and words[0] in _DECLARATIONS:
                 self._declare(words[1:])
                 continue
@@ -88,7 +119,10 @@ class Shell:
 
     def _set_array(self, name: str, adds: str, inside: str) -> None:
         values = [value for words in _commands(inside, " \t\r\n") for word in words for value in self._expand(word)]
-        self.arrays[name] = (self.arrays.get(name, []) if adds else []) + values
+        if adds:
+            self.arrays.setdefault(name, []).extend(values)
+        else:
+            self.arrays[name] = values
 
     def _expand(self, word: str, splits: bool = True) -> list[str]:
         """Return the values of a word: several for an array, or for an unquoted variable with blanks."""
@@ -116,7 +150,7 @@ class Shell:
         if part[0] not in "$`" or part == "$":
             return part
         if not part.startswith("${"):
-            return [] if part in ("$@", "$*") else self.variables.get(part[1:], "")
+            return [] if part in ("$@", "$*") else self.value_of(part[1:]) or ""
         if part[2:3] in ("@", "*"):
             return []
         match = _IN_BRACES.fullmatch(part[2:-1])
@@ -124,10 +158,16 @@ class Shell:
             return ""
         name, is_array, operator, default = match.groups()
         if is_array:
-            return list(self.arrays.get(name, []))
-        if (value := self.variables.get(name)) or not (operator or "").endswith("-") or "$(" in default:
+            return [self._counted(value) for value in self.arrays.get(name, [])]
+        if (value := self.value_of(name)) or not (operator or "").endswith("-") or "$(" in default:
             return value or ""
         return str(default.strip("\"'"))
+
+    def _counted(self, value: str) -> str:
+        self._room -= 1 + len(value)
+        if self._room < 0:
+            raise ValueError(f"the variables of the script expand to more than {_MOST:,} characters")
+        return value
 
 
 def _commands(script: str, blanks: str = " \t\r") -> Iterator[list[str]]:

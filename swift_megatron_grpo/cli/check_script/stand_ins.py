@@ -22,9 +22,10 @@ Flags = dict[str, list[str]]  # by name, without dashes; no value for a bare boo
 ROWS = 32
 _LONGEST_PROMPT, _LONGEST_COMPLETION = 2048, 12  # longer prompts of a dataset on this machine are refused
 _WITH_MATH_VERIFY = ("accuracy", "cosine")  # rewards of ms-swift that need this package
-_PLUGIN = '''"""Rewards and environments in place of those that cannot run on this machine."""
+_PLUGIN = '''"""Rewards, environments and schedulers in place of those that cannot run on this machine."""
 
 from swift.rewards import ORM, orms
+from swift.rollout import MultiTurnScheduler, multi_turns
 from swift.rollout.gym_env import Env, envs
 
 
@@ -44,10 +45,18 @@ class Echo(Env):
     async def close(self): ...
 
 
+class GoOn(MultiTurnScheduler):
+    def step(self, infer_request, response_choice, current_turn):
+        infer_request.messages.append({{"role": "user", "content": "Go on."}})
+        return {{"infer_request": infer_request}}
+
+
 for name in {rewards}:
     orms[name] = type(name, (StandIn,), {{}})
 for name in {environments}:
     envs[name] = Echo
+for name in {schedulers}:
+    multi_turns[name] = GoOn
 '''
 
 
@@ -98,9 +107,10 @@ def architecture_of(flags: Flags) -> Architecture:
         class_name, hf_type = values["architectures"][0], values["model_type"]
         meta = MODEL_MAPPING.get(named_type or hf_type)
     else:
-        meta = MODEL_MAPPING.get(named_type) if named_type else by_name
+        meta = MODEL_MAPPING.get(named_type or "", by_name)
         if meta is None:
-            raise NoStandIn(f"--model {name}: ms-swift does not list it; add --model_type to the script")
+            unknown = f"model_type {named_type}" if named_type else f"model {name}"
+            raise NoStandIn(f"--{unknown}: ms-swift does not list it; add --model_type with a type that it lists")
         class_name = meta.architectures[0]
         hf_type = model_type_of(class_name) or meta.model_type
     if hf_type not in TYPES:
@@ -108,20 +118,19 @@ def architecture_of(flags: Flags) -> Architecture:
             f"--model {name}: there is no tiny model of type {hf_type} ({class_name}); there are "
             f"{', '.join(sorted(TYPES))}"
         )
-    model_type = named_type or (hf_type if meta is None else meta.model_type)
+    known_type = hf_type if meta is None else meta.model_type
+    model_type = named_type if named_type and named_type in MODEL_MAPPING else known_type
     template = (by_name or meta).template if by_name or meta else None  # a type alone may have several
     return Architecture(model_type, hf_type, class_name, template)
 
 
-def replace_inputs(flags: Flags, folder: Path, environments: Sequence[str]) -> tuple[Flags, list[str]]:
+def replace_inputs(flags: Flags, folder: Path, servers: Sequence[Flags]) -> tuple[Flags, list[str]]:
     """Replace data, rewards, trackers and paths that this machine does not have. Return what was replaced, as lines.
 
-    `environments`: the values of --gym_env, of the trainer and of servers.
+    `servers`: the flags of the rollout servers, whose environments and schedulers are replaced as well.
     """
     from swift.dataset import DATASET_MAPPING
-    from swift.rewards import orms
-    from swift.rollout.gym_env import envs
-    from swift.utils import import_external_file
+    from swift.template import TEMPLATE_MAPPING
 
     flags, notes = dict(flags), []
     missing = [path for path in flags.get("dataset", []) if not Path(path.split("#")[0]).expanduser().is_file()]
@@ -141,20 +150,15 @@ def replace_inputs(flags: Flags, folder: Path, environments: Sequence[str]) -> t
     elif "system" in flags and flags["system"][0].endswith(".txt"):  # ms-swift reads such a file
         notes.append(f"--system {flags['system'][0]}: a made-up line, because it is not on this machine")
         flags["system"] = ["Answer briefly."]
-    plugins = [os.path.abspath(path) for path in flags.pop("external_plugins", []) if Path(path).is_file()]
-    for plugin in plugins:
-        import_external_file(plugin)
-    lacking = _WITH_MATH_VERIFY if find_spec("math_verify") is None else ()
-    rewards = [name for name in flags.get("reward_funcs", []) if name not in orms or name in lacking]
-    unknown = [name for name in environments if name not in envs]
-    if rewards or unknown:
-        stand_in = folder / "stand_ins.py"
-        stand_in.write_text(_PLUGIN.format(rewards=rewards, environments=unknown))
-        plugins.append(str(stand_in))
-        notes += [f"--reward_funcs {name}: made-up rewards, because it cannot run here" for name in rewards]
-        notes += [f"--gym_env {name}: an environment that echoes, because it is not here" for name in unknown]
-    if plugins:
-        flags["external_plugins"] = plugins
+    flags["external_plugins"], left_out = _import_plugins(flags)
+    notes += left_out
+    stand_in, made_up = _registry(flags, folder, servers, bool(left_out))
+    notes += made_up
+    flags["external_plugins"] += stand_in
+    if not flags["external_plugins"]:
+        del flags["external_plugins"]
+    if left_out and "template" in flags and flags["template"][0] not in TEMPLATE_MAPPING:
+        notes.append(f"--template {' '.join(flags.pop('template'))}: the model's, because it is not here")
     if (trackers := flags.get("report_to", ["none"])) != ["none"]:
         notes.append(f"--report_to {' '.join(trackers)}: none")
     flags["report_to"] = ["none"]
@@ -162,6 +166,48 @@ def replace_inputs(flags: Flags, folder: Path, environments: Sequence[str]) -> t
         if name in flags and not all(Path(path).expanduser().is_dir() for path in flags[name]):
             notes.append(f"--{name} {' '.join(flags.pop(name))}: left out, because it is not on this machine")
     return flags, notes
+
+
+def _import_plugins(flags: Flags) -> tuple[list[str], list[str]]:
+    """Take the plugins out of the flags and import those that are here. Return them, and notes about the others."""
+    from swift.utils import import_external_file
+
+    plugins, notes = [], []
+    for flag in ("external_plugins", "custom_register_path"):  # the second is ms-swift's older name of the first
+        for path in flags.pop(flag, []):
+            if Path(path).is_file():
+                plugins.append(os.path.abspath(path))
+                import_external_file(plugins[-1])
+            else:
+                notes.append(f"--{flag} {path}: left out, because it is not on this machine")
+    return plugins, notes
+
+
+def _registry(flags: Flags, folder: Path, servers: Sequence[Flags], plugin_lacks: bool) -> tuple[list[str], list[str]]:
+    """Write a plugin with what is not registered here. Return its path in a list, which may be empty, and notes.
+
+    A scheduler that no plugin is left out for has a wrong name, which the run would refuse.
+    """
+    from swift.rewards import orms
+    from swift.rollout import multi_turns
+    from swift.rollout.gym_env import envs
+
+    def named(flag: str) -> list[str]:
+        return [name for given in (flags, *servers) for name in given.get(flag, [])]
+
+    lacking = _WITH_MATH_VERIFY if find_spec("math_verify") is None else ()
+    rewards = [name for name in flags.get("reward_funcs", []) if name not in orms or name in lacking]
+    environments = [name for name in named("gym_env") if name not in envs]
+    schedulers = [name for name in named("multi_turn_scheduler") if plugin_lacks and name not in multi_turns]
+    if not (rewards or environments or schedulers):
+        return [], []
+    path = folder / "stand_ins.py"
+    path.write_text(_PLUGIN.format(rewards=rewards, environments=environments, schedulers=schedulers))
+    return [str(path)], [
+        *(f"--reward_funcs {name}: made-up rewards, because it cannot run here" for name in rewards),
+        *(f"--gym_env {name}: an environment that echoes, because it is not here" for name in environments),
+        *(f"--multi_turn_scheduler {name}: one that says `Go on.`, because it is not here" for name in schedulers),
+    ]
 
 
 def _write_rows(path: Path, images: bool) -> Path:

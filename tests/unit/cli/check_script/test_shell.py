@@ -66,6 +66,44 @@ def test_braces_may_be_nested_and_hold_a_message_or_arithmetic() -> None:
     assert given.arguments == ("--a", "{b}", "--c", "d")
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "$PYTHON -m torch.distributed.run --nproc_per_node 4 --nnodes=2 --master_port $PORT $DIR/cli/_megatron/rlhf.py",
+        "python3.11 -m torch.distributed.launch --nnodes 2 --nproc-per-node=4 /src/swift/cli/_megatron/rlhf.py",
+        "exec /opt/bin/torchrun --nproc_per_node=4 --nnodes=2 -m swift.cli._megatron.rlhf",
+        "NNODES=2 NPROC_PER_NODE=4 python -m swift.cli._megatron.main rlhf",
+        "NNODES=2 NPROC_PER_NODE=4 python /src/swift/cli/main.py megatron rlhf",
+        "NNODES=2 NPROC_PER_NODE=4 swift megatron rlhf",
+        "NNODES=2 NPROC_PER_NODE=4 /opt/venv/bin/megatron rlhf",
+    ],
+)
+def test_every_way_to_start_the_command_is_a_launch(command: str) -> None:
+    [launch] = launches(f"{command} --rlhf_type grpo")
+    assert (launch.kind, launch.arguments) == ("rlhf", ("--rlhf_type", "grpo"))
+    assert (launch.environment["NPROC_PER_NODE"], launch.environment["NNODES"]) == ("4", "2")
+
+
+def test_a_size_that_the_script_computes_is_the_callers() -> None:
+    script = "torchrun --nproc_per_node $(nvidia-smi -L | wc -l) swift/cli/_megatron/rlhf.py --lr 1"
+    assert not launches(script)[0].environment["NPROC_PER_NODE"].isdigit()
+    assert launches(script, {"NPROC_PER_NODE": "8"})[0].environment["NPROC_PER_NODE"] == "8"
+
+
+def test_servers_are_found_and_files_that_are_not_started_are_not() -> None:
+    [server] = launches(
+        "python -m swift.cli.rollout --model a; python swift/cli/sft.py; cat swift/cli/_megatron/rlhf.py"
+    )
+    assert (server.kind, server.arguments) == ("rollout", ("--model", "a"))
+
+
+@pytest.mark.parametrize("doubled", ["A=$A$A", 'A="${A}${A}"', 'A+="$A"', "A=(${A[@]} ${A[@]})", 'A+=("${A[@]}")'])
+def test_variables_that_double_at_every_line_are_refused(doubled: str) -> None:
+    first = "A=(xy)\n" if "(" in doubled else "A=xy\n"
+    with pytest.raises(ValueError, match="the variables of the script expand to more than 10,000,000 characters"):
+        launches(first + f"{doubled}\n" * 40)
+
+
 PROBE = """#!/bin/bash
 printf '%s\\n' "$@" > "$OUT"
 """

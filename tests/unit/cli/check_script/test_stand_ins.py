@@ -70,16 +70,37 @@ def test_batches_and_lengths_keep_how_they_relate() -> None:
 def test_inputs_that_are_not_here_are_replaced_and_named(tmp_path: Path) -> None:
     given = flags("--dataset org/data#100 --reward_funcs nothing format --report_to wandb --external_plugins no.py "
                   "--gym_env maze --ref_model org/other --system no.txt")  # fmt: skip
-    replaced, notes = replace_inputs(given, tmp_path, ["maze"])
+    replaced, notes = replace_inputs(given, tmp_path, [])
     assert len(Path(replaced["dataset"][0]).read_text().splitlines()) == 32
     assert replaced["report_to"] == ["none"] and "ref_model" not in replaced
     assert [note.split(":")[0] for note in notes] == [
-        "--dataset org/data#100", "--system no.txt", "--reward_funcs nothing", "--gym_env maze", "--report_to wandb",
-        "--ref_model org/other",
+        "--dataset org/data#100", "--system no.txt", "--external_plugins no.py", "--reward_funcs nothing",
+        "--gym_env maze", "--report_to wandb", "--ref_model org/other",
     ]  # fmt: skip
     [plugin] = replaced["external_plugins"]
     compile(Path(plugin).read_text(), plugin, "exec")
     assert sys.modules.get("stand_ins") is None  # only the run imports it
+
+
+def test_plugins_under_their_older_name_are_replaced_as_well(tmp_path: Path) -> None:
+    given = flags("--custom_register_path no/such.py --multi_turn_scheduler walk --template mine --dataset a/b")
+    replaced, notes = replace_inputs(given, tmp_path, [{"multi_turn_scheduler": ["swim"], "gym_env": ["lake"]}])
+    assert not replaced.keys() & {"custom_register_path", "template"}
+    [plugin] = map(Path, replaced["external_plugins"])
+    assert "for name in ['walk', 'swim']:" in plugin.read_text() and "['lake']" in plugin.read_text()
+    assert [note.split(":")[0] for note in notes[1:]] == [
+        "--custom_register_path no/such.py", "--gym_env lake", "--multi_turn_scheduler walk",
+        "--multi_turn_scheduler swim", "--template mine",
+    ]  # fmt: skip
+    here = tmp_path / "here.py"
+    here.write_text("")
+    replaced, _ = replace_inputs({"custom_register_path": [str(here)], "dataset": ["a/b"]}, tmp_path, [])
+    assert replaced["external_plugins"] == [str(here)] and "custom_register_path" not in replaced
+
+
+def test_a_wrong_name_of_a_scheduler_is_not_replaced(tmp_path: Path) -> None:
+    replaced, _ = replace_inputs(flags("--multi_turn_scheduler gim_scheduler --template mine"), tmp_path, [])
+    assert replaced["template"] == ["mine"] and "external_plugins" not in replaced
 
 
 def test_inputs_that_are_here_are_kept(tmp_path: Path) -> None:
@@ -96,8 +117,12 @@ def test_the_architecture_is_found_by_name_or_by_config(tmp_path: Path) -> None:
     assert (typed_too.model_type, typed_too.template) == ("qwen3", "qwen3_nothinking")  # one of six of that type
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}))
     assert architecture_of(read_flags(["--model", str(tmp_path)])).hf_type == "qwen2"
-    with pytest.raises(NoStandIn, match="ms-swift does not list it; add --model_type"):
+    with pytest.raises(NoStandIn, match="--model org/unheard-of: ms-swift does not list it; add --model_type"):
         architecture_of(read_flags(["--model", "org/unheard-of"]))
+    with pytest.raises(NoStandIn, match="--model_type mine: ms-swift does not list it"):
+        architecture_of(read_flags(["--model", "org/unheard-of", "--model_type", "mine"]))
+    registered_elsewhere = architecture_of(read_flags(["--model", "Qwen/Qwen3-4B", "--model_type", "mine"]))
+    assert registered_elsewhere.model_type == "qwen3"
 
 
 def test_every_published_script_of_ms_swift_is_read() -> None:
