@@ -3,7 +3,8 @@
     swift-megatron-grpo convert run_qwen3.sh
     swift-megatron-grpo convert ppo_trainer.yaml actor_rollout_ref.model.path=Qwen/Qwen3-8B
 
-    command.py   the command: reads a script or YAML, and writes a script
+    command.py   the command: writes a script
+    reading.py   reads the settings of a shell script or of YAML
     tables.py    what a table of keys is, and how it is applied
     trainers.py  the tables of verl, slime and ROLL
 

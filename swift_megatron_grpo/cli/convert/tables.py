@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -9,11 +10,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 Flags = Mapping[str, Any]
+_NUMBER = re.compile(r"-?[0-9.]+(e-?[0-9]+)?|-inf")
 COMPUTED = "(computed by the script)"  # a value that is known only while the script runs
 
 
 class NoCounterpart(ValueError):
     """A value that this package cannot express; the message has the reason."""
+
+
+class Undecided(ValueError):
+    """A setting that needs a decision because of its value; the message has what to do."""
 
 
 class Needless(NamedTuple):
@@ -66,7 +72,7 @@ class Table:
 class Conversion:
     """Flags and variables of a script, and the settings that became none."""
 
-    flags: dict[str, str] = field(default_factory=dict)
+    flags: dict[str, tuple[str, ...]] = field(default_factory=dict)  # the words of each
     environment: dict[str, str] = field(default_factory=dict)
     needless: dict[str, str] = field(default_factory=dict)  # key: why
     by_hand: dict[str, str] = field(default_factory=dict)  # key and value: what to do
@@ -74,9 +80,9 @@ class Conversion:
 
     def add(self, flags: Flags) -> None:
         """Add flags, and environment variables, whose names are in capitals."""
-        for name, value in flags.items():
-            if value is not None:
-                (self.environment if name.isupper() else self.flags)[name] = text_of(value)
+        words = {name: words_of(value) for name, value in flags.items() if value is not None}
+        self.environment |= {name: " ".join(values) for name, values in words.items() if name.isupper()}
+        self.flags |= {name: values for name, values in words.items() if not name.isupper()}
 
 
 def convert(settings: Mapping[str, Any], table: Table) -> Conversion:
@@ -112,14 +118,16 @@ def _apply(
     conversion: Conversion, settings: Mapping[str, Any], flags: Sequence[str], rule: Callable[[], Flags]
 ) -> None:
     if COMPUTED in settings.values():
-        names = " ".join(f"--{name}" for name in flags)
+        names = " ".join(name if name.isupper() else f"--{name}" for name in flags)
         conversion.by_hand |= {f"{key}={text_of(value)}": f"set {names}" for key, value in settings.items()}
         return
     try:
         conversion.add(rule())
+    except Undecided as what:
+        conversion.by_hand |= {f"{key}={text_of(value)}": str(what) for key, value in settings.items()}
     except NoCounterpart as reason:
         conversion.unknown |= {key: f"{text_of(value)}: {reason}" for key, value in settings.items()}
-    except (TypeError, ValueError, LookupError, ZeroDivisionError):
+    except (TypeError, ValueError, LookupError, ArithmeticError):
         conversion.unknown |= {key: f"{text_of(value)}: not a value of {key}" for key, value in settings.items()}
 
 
@@ -166,8 +174,23 @@ def whole(value: Any) -> int:
     return value
 
 
+def words_of(value: Any) -> tuple[str, ...]:
+    """Return the words of a flag: one, or those of a list. None of them may be taken for another flag."""
+    words = tuple(map(text_of, value)) if isinstance(value, list | tuple) else (text_of(value),)
+    if not words:
+        raise NoCounterpart("it is empty")
+    for word in words:
+        if word == COMPUTED:
+            raise NoCounterpart("a part of it is computed by the script")
+        if not word.isprintable():
+            raise NoCounterpart("it has line breaks or other control characters")
+        if word.startswith("-") and not _NUMBER.fullmatch(word):
+            raise NoCounterpart("it begins with a dash, as a flag does")
+    return words
+
+
 def text_of(value: Any) -> str:
-    """Write a value as flags have it."""
+    """Write a value as people read it."""
     if isinstance(value, list | tuple):
         return " ".join(map(text_of, value))
     return str(value).lower() if isinstance(value, bool) else str(value)

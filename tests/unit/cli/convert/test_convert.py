@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scripts.write_migration_tables import PAGE, with_tables
-from swift_megatron_grpo.cli.convert.command import TABLES, read_settings, table_of
+from swift_megatron_grpo.cli.convert.command import TABLES, table_of
+from swift_megatron_grpo.cli.convert.reading import read_settings
 from swift_megatron_grpo.cli.convert.tables import COMPUTED, Computed, Conversion, Table, convert, text_of
 from swift_megatron_grpo.cli.main import main
 
@@ -111,8 +112,9 @@ def converted(tmp_path: Path, name: str, text: str) -> Conversion:
     return convert(settings, table)
 
 
-def holds(flags: dict[str, str], **expected: Any) -> None:
-    assert {name: flags.get(name) for name in expected} == {name: text_of(value) for name, value in expected.items()}
+def holds(flags: dict[str, tuple[str, ...]], **expected: Any) -> None:
+    typed = {name: " ".join(flags.get(name, ())) for name in expected}
+    assert typed == {name: text_of(value) for name, value in expected.items()}
 
 
 def test_a_script_of_verl(tmp_path: Path) -> None:
