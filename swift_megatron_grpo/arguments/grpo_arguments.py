@@ -30,6 +30,7 @@ from swift_megatron_grpo.arguments.refused import refusals
 from swift_megatron_grpo.arguments.resume import apply_resume, check_ranks_agree, raise_if_finished, typed_flags
 from swift_megatron_grpo.arguments.start_up_log import start_up_lines
 from swift_megatron_grpo.data.checks import check_rows, checked_loading, without_row_numbers
+from swift_megatron_grpo.data.columns import nested_columns
 from swift_megatron_grpo.data.encoded_rows import check_images, check_prompts, read_images
 from swift_megatron_grpo.data.evaluation_sets import rows_by_name
 from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE, hide_in_process_list, read_api_key
@@ -135,7 +136,7 @@ class GRPOArguments(DerivedArguments):
 
     def load_dataset(self) -> tuple[Any, Any]:
         try:
-            with checked_loading(self.columns):
+            with checked_loading(self.columns), nested_columns():
                 datasets: tuple[Any, Any] = super().load_dataset()
         except ValueError as problem:
             flags = [f"--{flag}" for flag in ("dataset", "val_dataset") if as_list(vars(self)[flag])]

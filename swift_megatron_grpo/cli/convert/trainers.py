@@ -6,6 +6,7 @@ train.py` or `train_async.py`, of which many are Megatron's and have the same na
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -19,9 +20,11 @@ from swift_megatron_grpo.cli.convert.tables import (
     NoCounterpart,
     Table,
     Together,
+    Undecided,
     choice,
     each,
     flags,
+    text_of,
     values_of,
     when_positive,
     whole,
@@ -58,7 +61,17 @@ def _kl(in_loss: Any = False, in_reward: Any = False, of_loss: Any = 0, of_rewar
     return {"beta": loss or reward or 0, "kl_in_reward": bool(reward)}
 
 
-def _adapter(rank: Any = None, alpha: Any = None, dropout: Any = None, target: Any = None, nested_rank: Any = None,
+def _targets(value: Any) -> Flags:
+    names = value if isinstance(value, list) else str(value).split(",")
+    if not {*names} <= {"all-linear", "all"}:
+        raise NoCounterpart("all linear layers get adapters; --target_modules has the names of docs/lora.md")
+    return {}
+
+
+TARGETS = Computed(["target_modules"], _targets)
+
+
+def _adapter(rank: Any = None, alpha: Any = None, dropout: Any = None, nested_rank: Any = None,
              nested_alpha: Any = None) -> Flags:  # fmt: skip
     if not (rank or nested_rank):
         return {"tuner_type": "full"}
@@ -74,15 +87,28 @@ _REFERENCE_SIZES = [
     f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
 ]
 _LOSSES = values_of("loss_type", "token-mean:dapo seq-mean-token-mean:grpo seq-mean-token-sum-norm:dr_grpo")
+_TRUNCATION = values_of(
+    "truncation_strategy", "error:raise left", "prompts are cut at their beginning, left out or refused here"
+)
 _POLICY_LOSSES = choice({
     "vanilla": {}, "gspo": {"importance_sampling_level": "sequence"}, "cispo": {"loss_type": "cispo"},
 })  # fmt: skip
-_COLUMNS = '{"prompt":"messages"}'  # verl's default name of the conversation, and this package's
 
 
 def _loss(aggregation: Any, mode: Any, bound: Any) -> Flags:
     dual_clip = {"dual_clip": bound} if mode == "vanilla" else {}
     return {**_LOSSES.rule(aggregation), **_POLICY_LOSSES.rule(mode), **dual_clip}
+
+
+def _columns(prompt: Any, images: Any = "images") -> Flags:
+    """Return the columns of verl's rows, as rewards and preprocessors of ms-swift call them."""
+    columns = {prompt: "messages", images: "images", "reward_model.ground_truth": "solution"}
+    return {"columns": json.dumps({column: name for column, name in columns.items() if column != name})}
+
+
+def _long_prompts(filtered: Any = False, truncation: Any = None) -> Flags:
+    """Return what becomes of prompts that are too long. verl truncates what its filter has left."""
+    return {"truncation_strategy": "delete"} if text_of(filtered) == "true" else _TRUNCATION.rule(truncation)
 
 
 def _inference(dynamic: Any = False, tokens: Any = None, count: Any = None) -> Flags:
@@ -111,18 +137,12 @@ VERL = Table(
     ("actor_rollout_ref.",),
     {
         # data
-        "data.train_files": Computed(["dataset", "columns"], lambda value: {"dataset": value, "columns": _COLUMNS}),
         **flags("data.", """
-            val_files:val_dataset max_prompt_length:max_length max_response_length:max_completion_length
-            seed:data_seed"""),
+            train_files:dataset val_files:val_dataset max_prompt_length:max_length
+            max_response_length:max_completion_length seed:data_seed"""),
         "data.shuffle": "dataset_shuffle train_dataloader_shuffle",
-        "data.truncation": values_of("truncation_strategy", "error:raise left",
-                                     "prompts are cut at their beginning, left out or refused here"),
-        "data.filter_overlong_prompts": values_of("truncation_strategy", "true:delete false:"),
-        "data.prompt_key": ByHand("put it into --columns in place of `prompt`"),
         "data.reward_fn_key": ByHand("reward functions get every column of the dataset"),
         "data.custom_cls.*": ByHand("register the dataset with --external_plugins"),
-        "data.image_key": ByHand("rename the column to `images`, or use --columns"),
         **each("data.", "return_* *workers", _OWN),
         "custom_reward_function.*": _REWARD_CLASS,
         "reward_model.reward_manager": ByHand("choose --reward_funcs"),
@@ -216,11 +236,15 @@ VERL = Table(
         f"{_ACTOR}.use_dynamic_bsz": False, f"{_ACTOR}.ppo_max_token_len_per_gpu": 16384,
         f"{_ACTOR}.ppo_mini_batch_size": 256, f"{_ACTOR}.optim.lr": 1e-6, f"{_ACTOR}.optim.lr_decay_style": "constant",
         f"{_ACTOR}.optim.weight_decay": 0.01, f"{_ACTOR}.optim.betas": [0.9, 0.999],
+        "data.prompt_key": "prompt", "data.truncation": "error",
         "data.train_batch_size": 1024, "data.max_prompt_length": 512, "data.max_response_length": 512,
         f"{_ROLLOUT}.n": 1, f"{_ROLLOUT}.temperature": 1.0, f"{_ROLLOUT}.gpu_memory_utilization": 0.5,
         f"{_ROLLOUT}.tensor_model_parallel_size": 2, f"{_ROLLOUT}.free_cache_engine": True,
     },
     together=(
+        Together(_columns, "columns", prompt="data.prompt_key", images="data.image_key"),
+        Together(_long_prompts, "truncation_strategy", filtered="data.filter_overlong_prompts",
+                 truncation="data.truncation"),
         Together(_batches_of_verl, "num_generations global_batch_size generation_batch_size",
                  rollout="data.train_batch_size", step=f"{_ACTOR}.ppo_mini_batch_size", group=f"{_ROLLOUT}.n"),
         Together(_micro_batches, "max_tokens_per_micro_batch micro_batch_size", dynamic=f"{_ACTOR}.use_dynamic_bsz",
@@ -367,8 +391,7 @@ def _gpus(mapping: Any) -> int:
         return len(mapping)
     match = re.fullmatch(r"\s*list\(range\((\d+),\s*(\d+)\)\)\s*", str(mapping))
     if match is None:
-        reason = "actor_train.device_mapping is not list(range(A,B))"
-        raise NoCounterpart(f"{reason}: set --global_batch_size, in completions")
+        raise Undecided("actor_train.device_mapping is not list(range(A,B)): set --global_batch_size, in completions")
     return int(match[2]) - int(match[1])
 
 
@@ -423,6 +446,7 @@ ROLL = Table(
         "value_clip": _CRITIC,
         "async_generation_ratio": Computed(["async_generate", "max_staleness"], _ahead),
         "rewards.*": _REWARD_CLASS,
+        f"{_ROLL_MODEL}.lora_target": TARGETS,
         f"{_ROLL_MODEL}.dtype": values_of("torch_dtype", "bf16:bfloat16 fp16:float16 fp32:float32"),
         f"{_ROLL_MODEL}.disable_gradient_checkpointing": Needless("--recompute_granularity decides"),
         f"{_ROLL_MODEL}.*attn*": ByHand("--attention_backend flash or fused"),
@@ -466,6 +490,6 @@ ROLL = Table(
         Together(_clip, "epsilon epsilon_high", both="pg_clip", low="pg_clip_low", high="pg_clip_high"),
         Together(_adapter, "tuner_type lora_rank lora_alpha lora_dropout target_modules",
                  rank=f"{_ROLL_MODEL}.lora_rank", alpha=f"{_ROLL_MODEL}.lora_alpha",
-                 dropout=f"{_ROLL_MODEL}.lora_dropout", target=f"{_ROLL_MODEL}.lora_target"),
+                 dropout=f"{_ROLL_MODEL}.lora_dropout"),
     ),
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from dataclasses import fields
 from pathlib import Path
@@ -131,6 +132,38 @@ def test_a_script_of_verl(tmp_path: Path) -> None:
     assert "actor_rollout_ref.model.use_remove_padding" in conversion.needless
 
 
+@pytest.mark.parametrize("truncation", ["error", "left", "middle"])
+def test_prompts_that_verl_filters_are_left_out_whatever_the_order_of_the_keys(tmp_path: Path, truncation: str) -> None:
+    written = ["data.filter_overlong_prompts=True", f"data.truncation={truncation}", "actor_rollout_ref.rollout.n=8"]
+    for words in (written, written[::-1]):
+        conversion = converted(tmp_path, "run.sh", "python3 -m verl.trainer.main_ppo " + " ".join(words))
+        holds(conversion.flags, truncation_strategy="delete")
+        assert conversion.unknown == {}
+    conversion = converted(tmp_path, "run.sh", f"python3 -m x {written[1]} {written[2]}")
+    kept = {"error": "raise", "left": "left"}.get(truncation)
+    assert conversion.flags.get("truncation_strategy") == (kept and (kept,))
+    assert ("data.truncation" in conversion.unknown) is (kept is None)
+
+
+def test_verls_default_for_prompts_that_are_too_long_is_written(tmp_path: Path) -> None:
+    conversion = converted(tmp_path, "run.sh", "python3 -m x actor_rollout_ref.rollout.n=8")
+    holds(conversion.flags, truncation_strategy="raise")
+
+
+def test_columns_of_verl_have_the_names_of_ms_swift(tmp_path: Path) -> None:
+    text = "python3 -m x actor_rollout_ref.rollout.n=8 data.train_files='my rows.parquet' data.image_key=pictures"
+    flags = converted(tmp_path, "run.sh", text).flags
+    columns = {"prompt": "messages", "pictures": "images", "reward_model.ground_truth": "solution"}
+    assert flags["dataset"] == ("my rows.parquet",) and json.loads(*flags["columns"]) == columns
+
+
+def test_lora_targets_that_are_not_all_layers_are_listed(tmp_path: Path) -> None:
+    text = "actor_train: {model_args: {lora_rank: 8, lora_target: 'o_proj,q_proj'}}"
+    conversion = converted(tmp_path, "rlvr.yaml", text)
+    holds(conversion.flags, tuner_type="lora", target_modules="all-linear")
+    assert conversion.unknown["actor_train.model_args.lora_target"].startswith("o_proj,q_proj: all linear layers get")
+
+
 def test_a_script_of_siirl_whose_command_is_an_array(tmp_path: Path) -> None:
     conversion = converted(tmp_path, "run.sh", SIIRL)
     holds(conversion.flags, model="/models/Qwen3-8B", advantage_estimator="grpo", clip_grad=0.5)
@@ -171,8 +204,8 @@ def test_the_printed_script_is_valid_and_lists_everything(tmp_path: Path, capsys
         main(["convert", str(path), "actor_rollout_ref.rollout.temperature=0.6", "data.prompt_key=two words; `x`"]) == 0
     )
     script, summary = capsys.readouterr()
-    assert script.endswith(' "$@"\n') and """--columns '{"prompt":"messages"}'""" in script
-    assert "--temperature 0.6" in script and "#   data.prompt_key=two words; `x`: put it into --columns" in script
+    columns = """--columns '{"two words; `x`": "messages", "reward_model.ground_truth": "solution"}'"""
+    assert script.endswith(' "$@"\n') and columns in script and "--temperature 0.6" in script
     assert "#   actor_rollout_ref.rollout.flux_capacitor: 121" in script and "#   reward functions: name them" in script
     assert "1 without a counterpart" in summary
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
@@ -182,7 +215,10 @@ def test_a_file_of_another_program_is_refused(tmp_path: Path, capsys: pytest.Cap
     path = tmp_path / "other.yaml"
     path.write_text("learning_rate: 1")
     assert main(["convert", str(path)]) == 1
-    assert "none of the keys of verl, siiRL, ROLL or slime; name the trainer with --trainer" in capsys.readouterr().err
+    assert (
+        "none of the keys of verl, siiRL, ROLL or slime; name the trainer with --trainer"
+        in capsys.readouterr().err
+    )
 
 
 def flags_of(table: Table) -> set[str]:
