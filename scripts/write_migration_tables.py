@@ -12,11 +12,12 @@ from pathlib import Path
 
 from swift_megatron_grpo.cli.convert.tables import ByHand, Computed, Needless, Rule, Table
 from swift_megatron_grpo.cli.convert.trainers import ROLL, SLIME, VERL
+from swift_megatron_grpo.cli.convert.trl import TRL
 
 PAGE = Path(__file__).parents[1] / "docs" / "migration.md"
 BEGIN = "<!-- keys, by scripts/write_migration_tables.py -->\n"
 END = "<!-- end of keys -->\n"
-TITLES = {"verl and siiRL": VERL, "slime": SLIME, "ROLL": ROLL}
+TITLES = {"verl and siiRL": VERL, "slime": SLIME, "ROLL": ROLL, "TRL": TRL}
 
 
 def rows(table: Table) -> Iterator[tuple[str, str]]:

@@ -20,7 +20,7 @@ COMMANDS = {
     "check": ("check.command", "check the flags, data, rewards, memory and time of a run, without a GPU"),
     "check-script": ("check_script.command", "train a step of a cluster's script on this machine"),
     "check-layouts": ("check_layouts.command", "compare parallel layouts of a model with one rank"),
-    "convert": ("convert.command", "convert settings of verl, siiRL, slime or ROLL to a script"),
+    "convert": ("convert.command", "convert settings of verl, siiRL, slime, ROLL or TRL to a script"),
     "doctor": ("doctor.command", "check the packages and the machine"),
     "report": ("report", "write runs as one HTML file"),
     "templates": ("templates", "list the template scripts, or copy them"),

@@ -4,9 +4,11 @@
     swift-megatron-grpo convert ppo_trainer.yaml actor_rollout_ref.model.path=Qwen/Qwen3-8B
 
     command.py   the command: writes a script
-    reading.py   reads the settings of a shell script or of YAML
+    reading.py   reads the settings of a shell script, of YAML, or of a Python program
+    programs.py  reads the calls of TRL in a Python program
     tables.py    what a table of keys is, and how it is applied
     trainers.py  the tables of verl, slime and ROLL
+    trl.py       the table of TRL
 
 Every key ends in one of four places: a flag, a comment that this package needs no such setting, a list of what must be
 decided by hand, or the list of keys that have no counterpart. docs/migration.md has the tables.

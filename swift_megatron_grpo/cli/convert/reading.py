@@ -1,8 +1,8 @@
 """Read the settings of a file that may come from anywhere: nothing in it runs, and what it expands to is bounded.
 
-A shell script has settings as key=value words (verl, siiRL) or as flags (slime), in commands and in arrays;
+A shell script has settings as key=value words (verl, siiRL) or as flags (slime, TRL), in commands and in arrays;
 variables that the script or the environment sets are replaced. YAML has them nested, with references such as
-${data.batch_size}.
+${data.batch_size}. A Python program has them in calls (TRL).
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import yaml
 
 from swift_megatron_grpo.cli.check_script.shell import Shell
 from swift_megatron_grpo.cli.check_script.stand_ins import read_flags
+from swift_megatron_grpo.cli.convert.programs import settings_of_program
 from swift_megatron_grpo.cli.convert.tables import COMPUTED
 
 _MOST = 300_000  # characters of a file, and of the settings that it expands to
 _MOST_DIGITS = 30
+_OF_ACCELERATE = ("num_processes", "num_machines")
 _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
 _OVERRIDE = re.compile(r"\+{0,2}([a-zA-Z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
 _ADDED = re.compile(r"\+{0,2}([a-zA-Z_][\w.]*)=(.*)", re.DOTALL)
@@ -44,6 +46,8 @@ def read_settings(
     try:
         if path.suffix in (".yaml", ".yml"):
             settings = dict(_bounded(_flatten(parse_yaml(text) or {})))
+        elif path.suffix == ".py":
+            settings = dict(_bounded(settings_of_program(text)))
         else:
             settings = dict(_bounded(_of_script(text, environment)))
         settings |= _overrides(overrides, _ADDED, Shell(None).value_of)
@@ -72,10 +76,24 @@ def _of_script(script: str, environment: Mapping[str, str] | None) -> Iterator[t
     for command in [*shell.arrays.values(), *commands]:
         yield from _overrides(command, _OVERRIDE, shell.value_of)
     for command in commands:
-        start = next((i for i, word in enumerate(command) if _TRAINER.search(word)), None)
-        for name, words in read_flags(command[start + 1 :] if start is not None else []).items():
-            values = [_scalar(word) if word else COMPUTED for word in words]
-            yield f"--{name.replace('_', '-')}", values if len(values) > 1 else values[0] if values else True
+        yield from _flags_of(command)
+
+
+def _flags_of(command: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the flags of slime's train*.py with their dashes, and those of TRL's programs as fields of GRPOConfig."""
+    of_trl = list(command[:2]) == ["trl", "grpo"]
+    start = 1 if of_trl else next((i for i, word in enumerate(command) if word.endswith(".py")), len(command))
+    given = read_flags(command[start + 1 :])
+    of_trl = of_trl or "model_name_or_path" in given
+    if of_trl:
+        of_launcher = read_flags(command[:start])
+        given = {name: of_launcher[name] for name in _OF_ACCELERATE if name in of_launcher} | given
+    elif start == len(command) or not _TRAINER.search(command[start]):
+        return
+    for name, words in given.items():
+        values = [_scalar(word) if word else COMPUTED for word in words]
+        key = name if of_trl else f"--{name.replace('_', '-')}"
+        yield key, values if len(values) > 1 else values[0] if values else True
 
 
 def _overrides(

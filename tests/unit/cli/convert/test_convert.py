@@ -1,4 +1,4 @@
-"""Settings of verl, siiRL, slime and ROLL, as flags of this trainer; no key is lost."""
+"""Settings of verl, siiRL, slime, ROLL and TRL, as flags of this trainer; no key is lost."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_a_file_of_another_program_is_refused(tmp_path: Path, capsys: pytest.Cap
     path.write_text("learning_rate: 1")
     assert main(["convert", str(path)]) == 1
     assert (
-        "none of the keys of verl, siiRL, ROLL or slime; name the trainer with --trainer"
+        "none of the keys of verl, siiRL, ROLL, slime or TRL; name the trainer with --trainer"
         in capsys.readouterr().err
     )
 
@@ -233,11 +233,11 @@ def test_all_flags_of_a_table_exist(name: str) -> None:
 
     flags = {flag for flag in flags_of(TABLES[name]) if not flag.isupper()}
     assert flags <= {field.name for field in fields(GRPOArguments)}
-    assert {flag for flag in flags_of(TABLES[name]) if flag.isupper()} <= {"NPROC_PER_NODE", "NNODES"}
+    assert {flag for flag in flags_of(TABLES[name]) if flag.isupper()} <= {"NPROC_PER_NODE", "NNODES", "USE_HF"}
 
 
 @given(data=st.data())
-@pytest.mark.parametrize("name", ["verl", "roll", "slime"])
+@pytest.mark.parametrize("name", ["verl", "roll", "slime", "trl"])
 def test_any_value_of_any_key_is_converted_or_listed(name: str, data: st.DataObject) -> None:
     table = TABLES[name]
     keys = [*table.rules, *(key for group in table.together for key in group.keys.values()), "no.such.key"]
