@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_megatron_grpo.generation.remote.weight_sender import WeightConnection, WeightSender
+from swift_megatron_grpo.generation.remote.weight_sender import Message, WeightConnection, WeightSender
 from swift_megatron_grpo.weights.transport.buckets import buckets, unpack
 from swift_megatron_grpo.weights.transport.channel import Channel
 from swift_megatron_grpo.weights.transport.rendezvous import Hub, Rendezvous, new_secret
@@ -136,10 +136,10 @@ def test_closing_a_connection_unblocks_its_sender() -> None:
     large = torch.zeros(200_000_000)
     began = time.monotonic()
     for bucket in buckets([("large", large)], 1):
-        connection.put(bucket)
+        connection.put(Message(bucket.header, bucket.data))
     time.sleep(1)
     connection.close()
-    assert connection.finish({"end": True}) is not None
+    assert isinstance(connection.finish(Message({"end": True})), ConnectionError)
     assert time.monotonic() - began < 30
 
 
