@@ -13,8 +13,8 @@ from typing import Any
 
 from swift_megatron_grpo.generation.vllm.cuda_runtime import find_runtime_beside_tilelang
 from swift_megatron_grpo.plugin.command_line import selects_grpo
-from swift_megatron_grpo.plugin.refusals import reported_by_torchrun, set_up_reported_by_torchrun
 from swift_megatron_grpo.runtime.import_hooks import after_import
+from swift_megatron_grpo.runtime.refusals import reported_by_torchrun, set_up_reported_by_torchrun
 
 TRAINER = "MegatronGRPOTrainer"  # the name that MegatronRLHF.prepare_trainer looks up in swift.megatron.trainers
 

@@ -3,7 +3,7 @@
 torchrun's own handler raises an exception at SIGTERM and SIGINT, signals the ranks, waits 30 s, and ends with a
 traceback. Here the handler only passes the signal on, and torchrun ends when its ranks have, with their exit code. If a
 rank fails, torchrun ends the others with SIGTERM, which would ask them to stop and save: they are killed instead. The
-message of ranks that refuse a run is the last thing that is printed (refusals.py).
+message of ranks that refuse a run is the last thing that is printed (runtime/refusals.py).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from swift_megatron_grpo.plugin.command_line import parse_flag
-from swift_megatron_grpo.plugin.refusals import expect_refusals, take_refusals
 from swift_megatron_grpo.runtime.import_hooks import after_import
+from swift_megatron_grpo.runtime.refusals import expect_refusals, take_refusals
 
 DEFAULT_GRACE = 120.0  # of --stop_grace
 _REPORT_SECONDS = 15.0  # after the grace, for the watchdog of a stuck rank to write its report

@@ -15,7 +15,7 @@ import pytest
 
 from swift_megatron_grpo.arguments.environment import import_plugin
 from swift_megatron_grpo.generation.conversations.checks import check_max_turns
-from swift_megatron_grpo.plugin.refusals import is_caused_by_bug, is_raised_by_package
+from swift_megatron_grpo.runtime.refusals import is_caused_by_bug, is_raised_by_package
 from tests.forking.client import free_port
 from tests.paths import IMPORT_PATH
 
@@ -36,7 +36,7 @@ if "imports" in sys.argv:
     import torch  # which activates the package
     signal.signal(signal.SIGTERM, stop)
 if "refuses" in sys.argv:
-    from swift_megatron_grpo.plugin.refusals import reported_by_torchrun
+    from swift_megatron_grpo.runtime.refusals import reported_by_torchrun
     with reported_by_torchrun():
         open(f"ready{rank}", "w").write(str(os.getpid()))
         if rank == 1:
@@ -44,7 +44,7 @@ if "refuses" in sys.argv:
         time.sleep(1)
         raise ValueError("--lr 0 must be above 0; use --lr 1e-06")
 if "cannot-be-set-up" in sys.argv or "has-a-bug" in sys.argv:
-    from swift_megatron_grpo.plugin.refusals import set_up_reported_by_torchrun
+    from swift_megatron_grpo.runtime.refusals import set_up_reported_by_torchrun
     from swift_megatron_grpo.runtime.parallel import Coordinator
     from swift_megatron_grpo.generation.conversations.checks import check_max_turns
     import contextlib, datetime, torch.distributed
@@ -58,7 +58,7 @@ if "cannot-be-set-up" in sys.argv or "has-a-bug" in sys.argv:
         check = check_max_turns if rank == 1 else (lambda n: None)
         Coordinator(datetime.timedelta(seconds=60)).all_gather_or_raise(lambda: check(number), "checking")
 if "has-a-wrong-parser" in sys.argv:
-    from swift_megatron_grpo.plugin.refusals import reported_by_torchrun
+    from swift_megatron_grpo.runtime.refusals import reported_by_torchrun
     with reported_by_torchrun():
         open(f"ready{rank}", "w").write(str(os.getpid()))
         time.sleep(1)
