@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, cast, get_args, get_origin, get_type_hints
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from swift_megatron_grpo.output.disk.files import checksum, read_regular, sync_folder, write_durably
 
@@ -78,6 +80,9 @@ class Manifest(Identity):
         return sum(entry.size for entry in self.files.values())
 
 
+_MANIFEST = TypeAdapter(Manifest)
+
+
 def has_manifest(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
@@ -122,26 +127,10 @@ def read_manifest(folder: Path) -> Manifest:
             "this package that wrote it"
         )
     try:
-        manifest: Manifest = _from_json(content, Manifest)
-    except ValueError as problem:  # it was edited, and its checksum computed again
-        raise BadManifest(f"{MANIFEST} is not one that a save writes: {problem}; restore the file") from None
-    return manifest
-
-
-def _from_json(value: Any, kind: Any, name: str = MANIFEST) -> Any:
-    """Return a value of JSON as what a field is annotated with; raise ValueError if it is of another type."""
-    if is_dataclass(kind):
-        if not isinstance(value, dict) or value.keys() != {field.name for field in fields(kind)}:
-            raise ValueError(f"{name} has other fields")
-        kinds, create = get_type_hints(kind), cast("type", kind)
-        return create(**{inner: _from_json(item, kinds[inner], inner) for inner, item in value.items()})
-    if get_origin(kind) is not None:  # Mapping[str, ...]
-        if not isinstance(value, dict):
-            raise ValueError(f"{name} is not an object")
-        return {key: _from_json(item, get_args(kind)[1], f"{name}[{key!r}]") for key, item in value.items()}
-    if kind is not Any and type(value) is not kind and (kind, type(value)) != (float, int):
-        raise ValueError(f"{name} is {value!r:.60}, which is not of type {kind.__name__}")
-    return value
+        return _MANIFEST.validate_json(json.dumps(content), strict=True)
+    except ValidationError as error:  # it was edited, and its checksum computed again
+        place, problem = ".".join(map(str, error.errors()[0]["loc"])), error.errors()[0]["msg"]
+        raise BadManifest(f"{MANIFEST} is not one that a save writes: {place}: {problem}; restore the file") from None
 
 
 def _content_checksum(content: Mapping[str, Any]) -> str:
