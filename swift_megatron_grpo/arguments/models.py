@@ -19,8 +19,8 @@ from swift_megatron_grpo.arguments.derived import DerivedArguments
 from swift_megatron_grpo.arguments.refused import STOCK_TRAINER
 from swift_megatron_grpo.generation.protocol.model_identity import language_config, position_identity
 from swift_megatron_grpo.platforms.attention_packages import fault_of_delta_rule, has_flash_attention
-from swift_megatron_grpo.settings.flag import Faults, as_typed, faults_of
-from swift_megatron_grpo.settings.modules import fault_of_names, module_paths
+from swift_megatron_grpo.settings.flag import Faults, as_typed, faults_of, raise_faults
+from swift_megatron_grpo.settings.modules import module_paths
 from swift_megatron_grpo.settings.positions import Positions
 from swift_megatron_grpo.settings.trained import Trained
 from swift_megatron_grpo.weights.load.quantization import check_quantization
@@ -81,14 +81,9 @@ def _check_architecture(args: DerivedArguments) -> None:
 def check_modules(folder: str | Path, config: Mapping[str, Any], has_experts: bool, trained: Trained) -> None:
     """Refuse names of modules that neither the language model nor the image part of a composite model has."""
     parts = {name.rpartition(".")[0] for name in stored_tensors(folder)}
-    if trained.tuner_type != "lora" or trained.target_regex or not parts:  # of a hub, weights are downloaded later
-        return
-    seeing = [path for path in parts if any(part.startswith(_SEEING) for part in path.split("."))]
-    paths = [*module_paths(language_config(config), has_experts), *seeing]
-    for flag in ("target_modules", "modules_to_save"):
-        fault = fault_of_names(flag, getattr(trained, flag), paths)
-        if fault is not None:
-            raise ValueError(fault)
+    if trained.tuner_type == "lora" and parts:  # of a hub, weights are downloaded later
+        seeing = [path for path in parts if any(part.startswith(_SEEING) for part in path.split("."))]
+        raise_faults(trained.faults_of_modules([*module_paths(language_config(config), has_experts), *seeing]))
 
 
 def check_composite(model: str, config: Mapping[str, Any], frozen: tuple[bool, bool, bool]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -90,14 +91,18 @@ class Trained(Flags):
         paths, pattern = shape.modules, self.target_regex
         if self.tuner_type != "lora" or not paths:
             return
-        for name in ("target_modules", "modules_to_save") if pattern is None else ("modules_to_save",):
-            yield from filter(None, [fault_of_names(name, getattr(self, name), paths)])
+        yield from self.faults_of_modules(paths)
         with suppress(re.error):  # which the rule above reports
             if pattern is not None and not any(re.fullmatch(pattern, path) for path in paths):
                 yield (
                     rf"--target_regex {pattern} matches no module of this model, whose whole name is compared; leave "
                     r"it out and use --target_modules, or write a pattern such as '.*\.linear_qkv'"
                 )
+
+    def faults_of_modules(self, paths: Sequence[str]) -> Faults:
+        """Yield the names that match none of these modules. `target_modules` is also what --target_regex becomes."""
+        for name in ("target_modules", "modules_to_save") if self.target_regex is None else ("modules_to_save",):
+            yield from filter(None, [fault_of_names(name, getattr(self, name), paths)])
 
     @rule
     def freezing_leaves_some_weights(self, shape: ModelShape) -> Faults:
