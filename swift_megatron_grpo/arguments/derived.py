@@ -232,12 +232,14 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
         expert_ffn=number("moe_intermediate_size"),
         linear_heads=tuple(heads for heads in linear if heads is not None),
         modules=module_paths(text, experts is not None) if text == config else (),
-        repeats_prompts=_why_repeated(text),
+        repeats_prompts=why_repeated(text),
     )
 
 
-def _why_repeated(text: Mapping[str, Any]) -> str | None:
+def why_repeated(text: Mapping[str, Any]) -> str | None:
     """Return why this attention cannot share prompts, where training/layers/shared_prompts.py would refuse it late."""
+    if text.get("model_type") == "gpt_oss":  # the one text model whose sliding_window mcore-bridge reads
+        return "layers attend to a window of tokens"
     if "linear_num_key_heads" in text:
         return "layers with linear attention have a state that runs along each sequence"
     if "kv_lora_rank" in text:

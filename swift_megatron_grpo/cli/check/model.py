@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto import modeling_auto as auto
 
+from swift_megatron_grpo.arguments.derived import why_repeated
 from swift_megatron_grpo.cli.estimate.activations import Decoder, VisionTower
 from swift_megatron_grpo.cli.estimate.parameters import Part, Tensor, tensors_of
 from swift_megatron_grpo.generation.protocol.model_identity import language_config, read_model_config
@@ -60,11 +61,7 @@ def read_model(folder: str | Path) -> Model:
         flops=flops_of(text, decoder),
         cached=cached_channels(text, decoder),
         key_heads=1 if "kv_lora_rank" in text else text.get("num_key_value_heads") or text["num_attention_heads"],
-        repeats_prompts=bool(
-            decoder.delta_layers
-            or "kv_lora_rank" in text
-            or text.get("use_sliding_window", text.get("sliding_window") is not None)
-        ),
+        repeats_prompts=why_repeated(text) is not None,
         vision_tower=vision_tower_of(config["model_type"], config.get("vision_config") or {}, decoder.hidden),
     )
 

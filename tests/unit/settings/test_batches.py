@@ -49,9 +49,14 @@ def test_prompts_that_cannot_be_shared_are_refused_on_request(typed: tuple[Any, 
 
 @pytest.mark.parametrize(
     ("attention", "reason"),
-    [({"linear_num_key_heads": 2}, "have a state"), ({"kv_lora_rank": 8}, "latent"), ({}, "")],
+    [
+        ({"linear_num_key_heads": 2}, "have a state"),
+        ({"kv_lora_rank": 8}, "latent"),
+        ({"model_type": "gpt_oss", "sliding_window": 128}, "a window"),
+        ({"sliding_window": 4096, "use_sliding_window": False}, ""),
+    ],
 )
-def test_attention_that_cannot_share_prompts_is_refused_on_request(attention: dict[str, int], reason: str) -> None:
+def test_attention_that_cannot_share_prompts_is_refused_on_request(attention: dict[str, Any], reason: str) -> None:
     shape = shape_of({"model_type": "any", **attention}, "m")
     found = faults(MicroBatches, shape=shape, share_prompts="true", micro_batch_size=8)
     assert reason in found and bool(found) == bool(reason)
