@@ -46,13 +46,15 @@ class CompletionLog:
             swanlab.log({"completions": swanlab.echarts.Table().add(list(rows[0]), cells)})
 
     def _row(self, graded: Graded) -> dict[str, Any]:
+        rollout = graded.rollout
         return {
             "rollout": self.rollout,
-            "gen_step": graded.rollout.weights_version,
-            "prompt": self.decode(graded.rollout.prompt_ids),
-            "completion": graded.rollout.text,
-            "tokens": graded.rollout.length,
-            "truncated": graded.rollout.truncated,
+            "gen_step": rollout.weights_version,
+            "prompt": self.decode(rollout.prompt_ids),
+            # of a conversation all turns, as the model reads them
+            "completion": rollout.text if rollout.messages is None else self.decode(rollout.completion_ids),
+            "tokens": rollout.length,
+            "truncated": rollout.truncated,
             **dict(zip(self.reward_names, graded.rewards, strict=True)),
             "total_reward": graded.reward,
             "advantages": graded.advantage,

@@ -34,12 +34,14 @@ def reported(args: Any) -> Iterator[None]:
     """Around a whole run: print its steps in lines, and write its report, also when it fails."""
     plot_images, callback = sft.plot_images, megatron_callbacks_map["print"]
     writes = is_last_rank()  # the process group is gone at the end
-    sft.plot_images = lambda *_, **__: None  # the report has all curves
+    sft.plot_images = lambda *_, **__: None  # the report has all curves, and the folder is not made
+    logger.addFilter(is_true := lambda record: not record.getMessage().startswith("images_dir: "))
     megatron_callbacks_map["print"] = RunConsole
     try:
         yield
     finally:
         sft.plot_images, megatron_callbacks_map["print"] = plot_images, callback
+        logger.removeFilter(is_true)
         folder = Path(args.output_dir)
         if (folder / "logging.jsonl").is_file():
             if writes:

@@ -43,6 +43,12 @@ def test_a_rollout_is_logged_with_its_number(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_a_conversation_is_logged_with_all_turns(tmp_path: Path) -> None:
+    turns = Rollout(Prompt("0-0", {"messages": []}), [1], [2, 3, 4], None, "last turn", "stop", 5, messages=[])
+    completion_log(tmp_path).append([Graded(turns, [0.5], 0.5, 0.1)])
+    assert json.loads((tmp_path / "completions.jsonl").read_text())["completion"] == "[2, 3, 4]"
+
+
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     expected = rf"no space: --log_completions cannot write {tmp_path}/completions\.jsonl: .* are free there"
     with file_size_limit(500), pytest.raises(NoSpace, match=expected):

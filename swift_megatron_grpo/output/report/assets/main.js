@@ -26,9 +26,9 @@ function tiles(run) {
 
 function status(run) {
   const at = `step ${run.step}${run.total_steps ? ` of ${run.total_steps}` : ""}`;
-  if (run.ended) return `${at}, ended after ${run.elapsed || "an unknown time"}`;
+  if (run.ended) return `${at}, ended ${run.elapsed || "an unknown time"} after its last start`;
   const left = run.remaining ? `, about ${duration(run.remaining)} left` : "";
-  return `${at}, ${run.elapsed || "0s"} elapsed${left}; state of ${data.written}`;
+  return `${at}, ${run.elapsed || "0s"} after its last start${left}; state of ${data.written}`;
 }
 
 function runHeader(run) {

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from swift_megatron_grpo.cli.main import main
-from tests.unit.output.report.example_run import HOSTILE, make_run
+from tests.unit.output.report.example_run import HOSTILE, make_run, step_row, write_log
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
@@ -50,3 +50,14 @@ def test_the_page_of_two_runs_draws_both(tmp_path: Path) -> None:
     reward = re.search('data-chart="Reward".*?</svg>', body, re.DOTALL)
     assert reward and reward[0].count('class="curve"') == 2 and "one" in reward[0] and "two" in reward[0]
     assert "--lr" in body and "6 of 10" in body and "8 of 10" in body
+
+
+def test_no_value_is_wider_than_its_tile(tmp_path: Path) -> None:
+    write_log(tmp_path / "run", [step_row(step, 10) | {"reward": -1.2345e-4 * step} for step in range(1, 9)])
+    assert main(["report", str(tmp_path / "run")]) == 0
+    page = tmp_path / "run" / "report.html"
+    measure = (
+        "document.title = [...document.querySelectorAll('.tile b')].filter((b) => b.scrollWidth > b.clientWidth).length"
+    )
+    page.write_text(page.read_text().replace("</body>", f"<script>{measure}</script></body>"))
+    assert "<title>0</title>" in open_page(page, tmp_path / "profile")
