@@ -7,8 +7,8 @@ then depends neither on ranks nor on a resume, unlike with a row that is replace
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
-from copy import copy
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from swift_megatron_grpo.data.images import (
     UnreadableImage,
     check_sent,
     check_whole,
+    encoder_of,
     image_bytes,
     image_name,
     images_of,
@@ -32,7 +33,7 @@ from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.types import Prompt
 
 _TAG = "<image>"
-_TAG_OF_A_FILE = "<img>"  # a server refuses it, and ms-swift's template opens the file that it names
+_TAG_OF_A_FILE = "<img>.+?</img>"  # which ms-swift's template would open, and an engine leaves as text
 _LISTED = 5  # long prompts that a message names
 _OF_A_TURN = 64  # more tokens than a chat template adds to a turn
 
@@ -89,9 +90,9 @@ def check_row(
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
     texts = [text for text in (*contents, *(part.get("text") for part in parts)) if isinstance(text, str)]
     images = len(images_of(row))
-    for written in (*placeholder_texts, _TAG_OF_A_FILE):
-        if any(written in text for text in texts):
-            return ImagesOfRow(images, problem=f"has {written} in its text; images are written {_TAG}")
+    no_text = re.compile("|".join([*map(re.escape, placeholder_texts), _TAG_OF_A_FILE]))
+    if written := next(filter(None, map(no_text.search, texts)), None):
+        return ImagesOfRow(images, problem=f"has {written[0]:.200} in its text; images are written {_TAG}")
     tags = sum(text.count(_TAG) for text in texts)
     if tags > images:
         return ImagesOfRow(images, problem=f"has {tags} tags {_TAG} for {images} images in the column images")
@@ -199,9 +200,7 @@ def _encode(
     """Encode every prompt that may be too long, or that has not the form that every template can encode."""
     limit = math.inf if max_length is None else max_length
     prompts = PromptSource(dataset, 0, shuffle=False, default_system=template.template_meta.default_system)
-    encoder = copy(template)
-    encoder.max_length = None
-    encoder.set_mode("vllm")  # as the engine encodes them
+    encoder = encoder_of(template)
 
     def length(prompt: Prompt) -> int:
         return len(encoder.encode(request(prompt))["input_ids"])

@@ -8,7 +8,6 @@ once a vision tower needs them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import copy
 from functools import partial
 from io import BytesIO
 from itertools import groupby
@@ -20,7 +19,7 @@ from PIL import Image
 from swift.template import Template
 
 from swift_megatron_grpo.data.image_formats import MERGE, Grid, MismatchedImages, image_format
-from swift_megatron_grpo.data.images import digest_of, image_bytes, image_size, images_of
+from swift_megatron_grpo.data.images import digest_of, encoder_of, image_bytes, image_size, images_of
 from swift_megatron_grpo.types import ModelImage, PlacedImage
 
 _RESIZING = ("min_pixels", "max_pixels", "resized_height", "resized_width")  # of a row's chat_template_kwargs
@@ -31,9 +30,7 @@ class ImageReader:
 
     def __init__(self, template: Template) -> None:
         self.format = image_format(template)
-        self._template = copy(template)
-        self._template.max_length = None
-        self._template.set_mode("vllm")  # as for the inference engine
+        self._template = encoder_of(template)
         self._shared: WeakValueDictionary[tuple[Any, ...], ModelImage] = WeakValueDictionary()
 
     def images(self, row: Mapping[str, Any]) -> list[ModelImage]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ from swift.template import Template
 from swift_megatron_grpo.arguments.environment import create_reward_functions
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 from swift_megatron_grpo.data.image_reader import ImageReader
+from swift_megatron_grpo.data.images import encoder_of
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.generation.requests import infer_request
 from swift_megatron_grpo.grading.rewards import RewardError, RewardFunctions, call_reward_functions
@@ -47,9 +47,7 @@ class Reward:
 def read_rows(args: GRPOArguments, dataset: Any, template: Template) -> Rows:
     """Encode the first prompts, in the order of training; an image has the tokens that the engine expands it to."""
     source = PromptSource(dataset, args.data_seed, args.train_dataloader_shuffle, template.template_meta.default_system)
-    encoder = copy(template)
-    encoder.max_length = None
-    encoder.set_mode("vllm")
+    encoder = encoder_of(template)
     prompts = source.take(min(MOST_ROWS, len(dataset)))
     lengths = [len(encoder.encode(infer_request(prompt))["input_ids"]) for prompt in prompts]
     image_tokens = [0] * len(prompts)

@@ -28,7 +28,7 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
-from swift_megatron_grpo.data.images import MAX_PIXELS, check_sent
+from swift_megatron_grpo.data.images import MAX_PIXELS, TOOL_ROLES, check_sent
 from swift_megatron_grpo.generation.protocol.messages import MOST_IN_BATCH, Routes, description
 
 B = TypeVar("B", bound=BaseModel)
@@ -38,7 +38,6 @@ _LEAST_CHARACTERS = 2**20
 _INT64 = 2**63
 _PROBE_IMAGE, _PROBE_PIXELS = 2**18, 2**16  # characters and pixels of the image that verifies weights
 _LEVELS_OF_BATCH = 2  # that a batch puts around its requests
-_TOOL_ROLES = ("tool", "tool_call", "tool_response")  # their content may be any JSON
 _MEDIA = re.compile(r"(image|video|audio)(_url)?")
 _BASE64 = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,[A-Za-z0-9+/]+={0,2}", re.ASCII)
 
@@ -132,17 +131,17 @@ class Message(Strict, extra="allow"):
     @model_validator(mode="after")
     def check_content(self, info: ValidationInfo) -> Message:
         """Check text and parts. Other extensions of ms-swift, such as lists of token ids, are refused."""
-        if isinstance(self.content, list) and self.role not in _TOOL_ROLES:
+        if isinstance(self.content, list) and self.role not in TOOL_ROLES:
             for part in self.content:
                 _check_part(part, _limits(info))
-        elif not isinstance(self.content, str | None) and self.role not in _TOOL_ROLES:
+        elif not isinstance(self.content, str | None) and self.role not in TOOL_ROLES:
             raise ValueError("content must be a text or a list of parts")
         return self
 
     @property
     def media(self) -> Iterator[tuple[str, str]]:
         """Yield kind and source of each medium in the parts of the content."""
-        if isinstance(self.content, list) and self.role not in _TOOL_ROLES:
+        if isinstance(self.content, list) and self.role not in TOOL_ROLES:
             for part in self.content:
                 if part["type"] != "text" and (source := _source(part)) is not None:
                     yield part["type"], source

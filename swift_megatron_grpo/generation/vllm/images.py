@@ -7,6 +7,8 @@ from typing import Any
 from swift.infer_engine import GRPOVllmEngine
 from swift.template import Template
 
+from swift_megatron_grpo.data.images import open_no_path_in_text
+
 
 def has_vision_tower(model_config: Any) -> bool:
     """Return True unless the model is a text model, or vLLM left the vision tower out: all limits on media are 0."""
@@ -45,17 +47,6 @@ def tokens_of_image(processor: Any, width: int, height: int, resizes: bool) -> i
         return int(width * height // side**2)
     patches: int = images.get_number_of_image_patches(height, width, {})
     return patches // int(images.merge_size**2)
-
-
-def open_no_path_in_text(template: Template) -> None:
-    """Have a template leave `<img>PATH</img>` in messages as it is: ms-swift opens that file and shows the image.
-
-    The text may be a stranger's or the policy's own. Images are what a row or a request has as images.
-    """
-    template._replace_image_tags = _leave
-
-
-def _leave(_: object) -> None: ...
 
 
 class EngineForImages(GRPOVllmEngine):

@@ -144,9 +144,9 @@ def test_rows_are_refused_with_their_problem(reader: ImageReader) -> None:
     assert problem("What is <image>?") == "has 1 tags <image> for 0 images in the column images"
     assert "has an image that cannot be read: /nowhere/a.png: no such file" in problem("<image>", "/nowhere/a.png")
     assert "cannot be resized" in problem("<image>", png(2000, 4))
-    for written in ("<|image_pad|>", "<img>"):
+    for written in ("<|image_pad|>", "<img>a.png</img>"):
         assert problem(f"see {written}", image).startswith(f"has {written} in its text; images are written <image>")
-    for content, images in (("<image>", [image]), ("no tag", [image]), ("no tag", [])):
+    for content, images in (("<image>", [image]), ("no tag", [image]), ("What is <img> in HTML?", [])):
         assert check_row(row(content, *images), reader, PLACEHOLDERS) == ImagesOfRow(len(images), 4 * len(images))
 
 

@@ -14,7 +14,8 @@ from swift.template import get_template
 from swift_megatron_grpo.cli.check_layouts.layouts import template_for_images
 from swift_megatron_grpo.cli.tiny_models import TINY, Shape, save_composite
 from swift_megatron_grpo.data.image_reader import ImageReader
-from swift_megatron_grpo.generation.vllm.images import open_no_path_in_text, tokens_of_image
+from swift_megatron_grpo.data.images import encoder_of
+from swift_megatron_grpo.generation.vllm.images import tokens_of_image
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "glm4v", "internvl"])
@@ -55,7 +56,8 @@ def test_a_path_in_a_text_is_not_opened(tmp_path: Path) -> None:
     ]
     for messages in requests:
         assert len(template.encode({"messages": messages})["images"]) == 1
-    open_no_path_in_text(template)
+    encoder, reader = encoder_of(template), ImageReader(template)
     for messages in requests:
-        inputs = template.encode({"messages": messages})
+        inputs = encoder.encode({"messages": messages})
         assert not inputs.get("images") and path in template.processor.tokenizer.decode(inputs["input_ids"])
+        assert reader.encode_prompt({"messages": messages}) == inputs["input_ids"]
