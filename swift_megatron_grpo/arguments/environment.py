@@ -30,6 +30,7 @@ from swift.template import TEMPLATE_MAPPING
 from swift.utils import import_external_file
 
 from swift_megatron_grpo.arguments.derived import DerivedArguments, as_list
+from swift_megatron_grpo.data.checks import refuse_rows, without_row_numbers
 from swift_megatron_grpo.data.files import DATA_SUFFIXES, fault_of_name
 from swift_megatron_grpo.generation.conversations import checks as turns
 from swift_megatron_grpo.generation.conversations.checks import check_registered
@@ -191,7 +192,7 @@ def create_reward_functions(args: DerivedArguments) -> list[Callable[..., Any]]:
 
 def faults_of_columns(names: Sequence[Any] | None, dataset: Any) -> Faults:
     """Yield what the functions of --reward_funcs need, and the columns of a dataset do not have."""
-    columns = list(dataset.column_names)
+    columns = without_row_numbers(dataset).column_names
     numbers = {name for name, feature in dataset.features.items() if re.search("int|float", str(feature))}
     for name in names or ():
         function = orms.get(name) if isinstance(name, str) else name
@@ -201,8 +202,14 @@ def faults_of_columns(names: Sequence[Any] | None, dataset: Any) -> Faults:
                 f"--reward_funcs {name} needs the column {missing[0]}, and the columns are {', '.join(columns)}; "
                 f'rename one, or map it: --columns \'{{"<your column>": "{missing[0]}"}}\''
             )
-        elif "solution" in needed and "solution" in numbers and function.__module__.startswith("swift."):
+            continue
+        if "solution" in numbers & {*needed} and function.__module__.startswith("swift."):
             yield f'--reward_funcs {name} compares texts, and the column solution has numbers; use texts: "7" for 7'
+        for column in needed:
+            values = dataset[column] if column in numbers else ()
+            wrong = [(row, f"has NaN in the column {column}") for row, value in enumerate(values) if value != value]
+            fault = f"cannot be graded by --reward_funcs {name}"
+            yield from faults_of(refuse_rows, dataset, wrong, fault, "; correct these rows, or remove them")
 
 
 def _check_turns(args: DerivedArguments) -> None:
@@ -261,11 +268,11 @@ def check_model_path(model: str, flag: str = "model", bare_ids: bool = False) ->
     raise ValueError(f"--{flag} {model}: the folder {path.resolve()} does not exist{similar(path)}; {advice}")
 
 
-def check_weights(model: str, folder: str) -> None:
+def check_weights(model: str, folder: str, flag: str = "model") -> None:
     """Raise ValueError if a model that a run is about to load has none; mcore-bridge reads safetensors only."""
     if not any(Path(folder, name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
         raise ValueError(
-            f"--model {model}: the folder {folder} has no weights: neither model.safetensors nor "
+            f"--{flag} {model}: the folder {folder} has no weights: neither model.safetensors nor "
             "model.safetensors.index.json; use the folder of a whole checkpoint, converted to safetensors"
         )
 
@@ -352,8 +359,6 @@ def _faults_of_paths(args: DerivedArguments) -> Faults:
     for flag in ("model", "ref_model"):
         if getattr(args, flag) is not None:
             yield from faults_of(check_model_path, getattr(args, flag), flag, args.use_hf)
-    if not (args.dataset or args.cached_dataset or args.load_data_args):
-        yield "no dataset is set; use --dataset with a file or a hub id"
     for flag in ("dataset", "val_dataset"):
         for typed in as_list(getattr(args, flag)):
             yield from filter(None, [_fault_of_dataset(flag, typed)])

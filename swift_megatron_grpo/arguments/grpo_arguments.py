@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from swift.model import model_meta
 from swift.template import Template
 from swift.utils import get_logger
 
@@ -30,12 +32,14 @@ from swift_megatron_grpo.arguments.refused import refusals
 from swift_megatron_grpo.arguments.resume import apply_resume, check_ranks_agree, raise_if_finished, typed_flags
 from swift_megatron_grpo.arguments.start_up_log import start_up_lines
 from swift_megatron_grpo.data.checks import check_rows, checked_loading, without_row_numbers
-from swift_megatron_grpo.data.columns import nested_columns
 from swift_megatron_grpo.data.encoded_rows import check_images, check_prompts, read_images
 from swift_megatron_grpo.data.evaluation_sets import rows_by_name
+from swift_megatron_grpo.data.files import downloaded
 from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE, hide_in_process_list, read_api_key
 from swift_megatron_grpo.generation.requests import infer_request
 from swift_megatron_grpo.platforms.attention_packages import vision_tower_has_flash_attention
+from swift_megatron_grpo.runtime.refusals import reported_by_torchrun
+from swift_megatron_grpo.runtime.replaced import replaced
 from swift_megatron_grpo.settings.algorithm import defaults_of
 from swift_megatron_grpo.settings.flag import Faults, faults_of, raise_faults
 from swift_megatron_grpo.settings.groups import GROUPS
@@ -77,7 +81,9 @@ class GRPOArguments(DerivedArguments):
             self.vit_attn_impl = "sdpa"
         existing = _existing_folders(Path(self.output_dir or "megatron_output").expanduser())
         try:
-            super().__post_init__()
+            download = partial(downloaded, "model", model_meta.safe_snapshot_download)
+            with replaced(model_meta, "safe_snapshot_download", download):
+                super().__post_init__()
         except Exception:
             _remove_empty(_existing_folders(Path(self.output_dir or "megatron_output")), keep=existing)
             raise
@@ -136,7 +142,7 @@ class GRPOArguments(DerivedArguments):
 
     def load_dataset(self) -> tuple[Any, Any]:
         try:
-            with checked_loading(self.columns), nested_columns():
+            with checked_loading(self.columns):
                 datasets: tuple[Any, Any] = super().load_dataset()
         except ValueError as problem:
             flags = [f"--{flag}" for flag in ("dataset", "val_dataset") if as_list(vars(self)[flag])]
@@ -151,10 +157,10 @@ class GRPOArguments(DerivedArguments):
         is_never_cut = strategy == "left" and self.multi_turn_scheduler is not None  # but by --vllm_max_model_len
         for name, dataset in rows.items():
             if dataset is not None:
-                raise_faults(f"--{name}: {fault}" for fault in faults_of(check_rows, dataset, self.is_multimodal))
-                raise_faults(
-                    f"--{name}: {fault}" for fault in faults_of_columns(self.reward_funcs, without_row_numbers(dataset))
+                faults = chain(
+                    faults_of(check_rows, dataset, self.is_multimodal), faults_of_columns(self.reward_funcs, dataset)
                 )
+                raise_faults(f"--{name}: {fault}" for fault in faults)
                 images = read_images(dataset, template, self.is_multimodal, sent=self.uses_servers)
                 most.append(check_images(dataset, images, self.vllm_max_model_len, self.max_completion_length))
                 kept, note = check_prompts(
@@ -172,6 +178,7 @@ class GRPOArguments(DerivedArguments):
         raise_faults(self._faults(DataShape(self.most_images, self.is_multimodal)))
         return rows["dataset"], rows["val_dataset"]
 
+    @reported_by_torchrun()
     def init_iters(self, train_dataset: Any, val_dataset: Any) -> None:
         """Set the number of iterations; the datasets are loaded and checked by now. The model loads later."""
         if self.rollout_replay is not None and val_dataset is not None:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from swift.dataset import MessagesPreprocessor, ResponsePreprocessor, RowPreprocessor, loader
+from swift.dataset import AutoPreprocessor, MessagesPreprocessor, ResponsePreprocessor, RowPreprocessor, loader
 
-from swift_megatron_grpo.data.files import explained, read_file, root_cause
+from swift_megatron_grpo.data.columns import CONVERSATIONS, TEXTS, column_of_messages, with_fields
+from swift_megatron_grpo.data.files import downloaded, explained, read_file
 from swift_megatron_grpo.data.images import TOOL_ROLES, with_listed_images
 from swift_megatron_grpo.runtime.replaced import replaced
 
@@ -22,10 +23,7 @@ logger = logging.getLogger(__name__)
 
 _TEACHER_COLUMNS = ("teacher_prompt", "teacher_images")
 _MEDIA_COLUMNS = {"images": "images", "videos": "videos", "audios": "audio"}  # of ms-swift's preprocessed rows
-# Columns from which ms-swift's preprocessors read a prompt.
-_MESSAGE_COLUMNS = ("messages", "conversation", "conversations")
-_PROMPT_COLUMNS = frozenset((*_MESSAGE_COLUMNS, "query", "prompt", "input", "instruction", "question", "problem"))
-_RESPONSE_COLUMNS = ("text", "content", "completion")  # and a response from these, where users have their prompt
+_RESPONSE_COLUMNS = ("text", "content", "completion")  # ms-swift reads a response from these, where users have a prompt
 _ROW, _SOURCE = "row_of_source", "dataset"  # columns of a loaded row: its number in its file, and the file (ms-swift's)
 _DIFFERING_TYPES = re.compile("features can't be aligned because the key (.+?) of features")  # of datasets
 _SHOWN = 5  # rows that an error names
@@ -124,9 +122,11 @@ def checked_loading(columns: Mapping[str, str] | None = None) -> Iterator[None]:
     """Raise ValueError for a file that cannot be read, and for rows that ms-swift drops, with the cause.
 
     A preprocessor that was written for one dataset may filter its rows on purpose: it is only logged how many. The
-    rows of others get their number. `columns`: --columns; each of its names must be a column of some dataset.
+    rows of others get their number. `columns`: --columns; each of its names must be a column of some dataset, or a
+    field of one (columns.py).
     """
     preprocess, rename = RowPreprocessor.__call__, RowPreprocessor.safe_rename_columns
+    choose = AutoPreprocessor._get_preprocessor
     load_file, get_hub = loader.hf_load_dataset, loader.get_hub
     columns = columns or {}
     solutions = ["solution", *(name for name, meaning in columns.items() if meaning == "solution")]
@@ -142,13 +142,19 @@ def checked_loading(columns: Mapping[str, str] | None = None) -> Iterator[None]:
         def download(name: str, *arguments: Any, **options: Any) -> Any:
             nonlocal source
             source = name
-            return _downloaded(get_hub(use_hf).load_dataset, name, *arguments, **options)
+            return downloaded("file", get_hub(use_hf).load_dataset, name, *arguments, **options)
 
         return SimpleNamespace(load_dataset=download)
 
     def rename_columns(dataset: Any, names: Mapping[str, str]) -> Any:
         found.update(column.lower() for column in dataset.column_names)
-        return rename(dataset, names)
+        return rename(with_fields(dataset, names), names)
+
+    def choose_preprocessor(self: Any, dataset: Any) -> Any:
+        column = column_of_messages(dataset)
+        if column is None:
+            return choose(self, dataset)
+        return MessagesPreprocessor(columns={column: "messages"}, **self.kwargs)
 
     def preprocess_all(self: Any, dataset: Any, **options: Any) -> Any:
         try:
@@ -166,6 +172,7 @@ def checked_loading(columns: Mapping[str, str] | None = None) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(replaced(RowPreprocessor, "__call__", preprocess_all))
         stack.enter_context(replaced(RowPreprocessor, "safe_rename_columns", staticmethod(rename_columns)))
+        stack.enter_context(replaced(AutoPreprocessor, "_get_preprocessor", choose_preprocessor))
         stack.enter_context(replaced(loader, "hf_load_dataset", read))
         stack.enter_context(replaced(loader, "get_hub", named_hub))
         try:
@@ -184,16 +191,6 @@ def checked_loading(columns: Mapping[str, str] | None = None) -> Iterator[None]:
         )
 
 
-def _downloaded(load: Callable[..., Any], name: str, *arguments: Any, **options: Any) -> Any:
-    try:
-        return load(name, *arguments, **options)
-    except Exception as error:  # of the hub's client, of a network, or of the files in a folder
-        raise ValueError(
-            f"{name} cannot be loaded ({root_cause(error)}); use the path of a file, or a hub id that this machine can "
-            "download (--use_hf true: from Hugging Face, otherwise from ModelScope)"
-        ) from error
-
-
 def _with_row_numbers(dataset: Any) -> Any:
     return without_row_numbers(dataset).add_column(_ROW, list(range(len(dataset))))
 
@@ -201,7 +198,7 @@ def _with_row_numbers(dataset: Any) -> Any:
 def _check_kept(preprocessor: Any, raw: Any, kept: Any, auto_mapping: bool) -> None:
     """Raise ValueError if rows were dropped, or if they have no prompt because ms-swift takes it for the response."""
     columns = list(raw.column_names)
-    prompts = [column for column in columns if column.lower() in _PROMPT_COLUMNS]
+    prompts = [column for column in columns if column.lower() in CONVERSATIONS | TEXTS]
     is_general = isinstance(preprocessor, MessagesPreprocessor | ResponsePreprocessor)
     if not prompts and (len(kept) == 0 or (is_general and _problem(kept[0]["messages"], takes_images=True))):
         raise ValueError(no_prompt_column(len(raw), columns))
@@ -240,7 +237,7 @@ def _dropped(preprocessor: Any, raw: Any, auto_mapping: bool) -> Iterator[tuple[
 
 def _cause(row: dict[str, Any], prompts: Sequence[str], error: Exception | None) -> str:
     """Return why ms-swift drops the row."""
-    column = next((column for column in prompts if column.lower() in _MESSAGE_COLUMNS), None)
+    column = next((column for column in prompts if column.lower() in CONVERSATIONS), None)
     if column is None:
         if not any(row[prompt] for prompt in prompts):
             return f"has no {', '.join(prompts)}"

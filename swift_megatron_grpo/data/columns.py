@@ -6,47 +6,23 @@ the first. ms-swift takes such a prompt for the text of one message, which fails
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
-from swift.dataset import AutoPreprocessor, MessagesPreprocessor, ResponsePreprocessor, RowPreprocessor
-
-from swift_megatron_grpo.runtime.replaced import replaced
+from swift.dataset import MessagesPreprocessor, ResponsePreprocessor
 
 # Columns that ms-swift reads as a conversation, and those that it reads as the text of one message.
-_CONVERSATIONS = {name for name, meaning in MessagesPreprocessor().columns.items() if meaning == "messages"}
-_TEXTS = {name for name, meaning in ResponsePreprocessor().columns.items() if meaning == "query"}
+CONVERSATIONS = frozenset(name for name, read in MessagesPreprocessor().columns.items() if read == "messages")
+TEXTS = frozenset(name for name, read in ResponsePreprocessor().columns.items() if read == "query")
 
 
-@contextmanager
-def nested_columns() -> Iterator[None]:
-    """Read messages from a column such as `prompt`, and fields as `--columns '{"column.field": "name"}'` names them."""
-    rename, choose = RowPreprocessor.safe_rename_columns, AutoPreprocessor._get_preprocessor
-
-    def rename_all(dataset: Any, columns: Mapping[str, str]) -> Any:
-        return rename(_with_fields(dataset, columns), columns)
-
-    def choose_for(self: Any, dataset: Any) -> Any:
-        column = _column_of_messages(dataset)
-        if column is None:
-            return choose(self, dataset)
-        return MessagesPreprocessor(columns={column: "messages"}, **self.kwargs)
-
-    with (
-        replaced(RowPreprocessor, "safe_rename_columns", staticmethod(rename_all)),
-        replaced(AutoPreprocessor, "_get_preprocessor", choose_for),
-    ):
-        yield
-
-
-def _column_of_messages(dataset: Any) -> str | None:
+def column_of_messages(dataset: Any) -> str | None:
     """Return the one column that holds lists of messages under another name than ms-swift's."""
     columns = {column.lower(): column for column in dataset.column_names}
-    if len(dataset) == 0 or not columns.keys().isdisjoint(_CONVERSATIONS):
+    if len(dataset) == 0 or not columns.keys().isdisjoint(CONVERSATIONS):
         return None
     row = dataset[0]
-    found = [column for name, column in columns.items() if name in _TEXTS and _are_messages(row[column])]
+    found = [column for name, column in columns.items() if name in TEXTS and _are_messages(row[column])]
     return found[0] if len(found) == 1 else None
 
 
@@ -54,8 +30,8 @@ def _are_messages(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
 
 
-def _with_fields(dataset: Any, columns: Mapping[str, str]) -> Any:
-    """Add a column for each field that is named with dots. ms-swift then renames it."""
+def with_fields(dataset: Any, columns: Mapping[str, str]) -> Any:
+    """Add a column for each field that --columns names with dots, as {"column.field": "name"}; ms-swift renames it."""
     for path, name in columns.items():
         column, *fields = path.split(".")
         if not fields or path in dataset.column_names or column not in dataset.column_names:

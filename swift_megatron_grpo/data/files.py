@@ -51,11 +51,22 @@ def read_file(read: Callable[..., Any], kind: str, path: str, text_columns: Sequ
 
 def explained(path: str, error: Exception) -> ValueError:
     """Return an error that names the file and its first wrong line, for one of pandas, Arrow or datasets."""
-    fault = _fault_of_text(Path(path)) or f"it cannot be read ({root_cause(error)}); use a valid file"
+    fault = _fault_of_text(Path(path)) or f"it cannot be read ({_root_cause(error)}); use a valid file"
     return ValueError(f"{path}, {fault}")
 
 
-def root_cause(error: BaseException) -> str:
+def downloaded(path: str, load: Callable[..., Any], name: str, *arguments: Any, **options: Any) -> Any:
+    """Load a dataset or a model by its name. Raises ValueError with it. `path`: what may be used instead."""
+    try:
+        return load(name, *arguments, **options)
+    except Exception as error:  # of the hub's client, of a network, or of the files in a folder
+        raise ValueError(
+            f"{name} cannot be loaded ({_root_cause(error)}); use the path of a {path}, or a hub id that this machine "
+            "can download (--use_hf true: from Hugging Face, otherwise from ModelScope)"
+        ) from error
+
+
+def _root_cause(error: BaseException) -> str:
     """Return the first line of the error with which a chain of errors began."""
     while error.__cause__ is not None:
         error = error.__cause__

@@ -73,6 +73,8 @@ def _check_loaded(args: GRPOArguments, template: Template, coordinator: Coordina
     """Refuse checkpoints that are damaged or do not fit the run, before the model loads."""
     if args.mcore_model is None:
         check_weights(args.model, args.model_dir)
+    if args.ref_model is not None and Path(args.ref_model).is_dir():  # a hub's is downloaded when it is loaded
+        check_weights(args.ref_model, args.ref_model, "ref_model")
     check = partial(
         check_sources,
         model=model_identity(args.model_config),

@@ -37,6 +37,16 @@ def test_rows_that_would_be_dropped_end_the_run_before_a_model_loads(folder: Pat
     assert run.output.count(message) == 1 and run.output.splitlines()[-1].startswith(message), run.output[-3000:]
 
 
+@pytest.mark.e2e
+def test_too_few_rows_for_a_step_end_the_run_with_one_message(folder: Path, dense: Path, dataset: Path) -> None:
+    (few := folder / "few.jsonl").write_text(dataset.read_text().splitlines()[0])
+    epochs = ["--train_iters", "none", "--num_train_epochs", "1"]
+    run = megatron_command(dense, few, folder / "few", 2, epochs)
+    assert run.code == 1 and LOADING not in run.output and "Traceback" not in run.output
+    message = "the dataset's 1 prompts are too few for one training step in --num_train_epochs 1; use --train_iters"
+    assert run.output.count(message) == 1 and run.output.splitlines()[-1].startswith(message), run.output[-3000:]
+
+
 RAISES = """
 from swift.rewards import ORM, orms
 
@@ -55,9 +65,10 @@ orms["mine"] = Mine
 def test_a_reward_that_raises_and_a_model_without_weights_end_the_run(folder: Path, dense: Path, dataset: Path) -> None:
     (plugin := folder / "raises.py").write_text(RAISES)
     mine = ["--external_plugins", str(plugin), "--reward_funcs", "mine"]
-    run = megatron_rlhf(dense, dataset, folder / "raises", 1, mine)
-    assert run.code != 0 and LOADING not in run.output
-    assert "--reward_funcs mine: creating it raises ValueError: no api key; correct its __init__" in run.output
+    run = megatron_command(dense, dataset, folder / "raises", 2, mine)
+    assert run.code == 1 and LOADING not in run.output and "Traceback" not in run.output
+    message = "--reward_funcs mine: creating it raises ValueError: no api key; correct its __init__"
+    assert run.output.count(message) == 1 and run.output.splitlines()[-1].startswith(message), run.output[-3000:]
     shutil.copytree(dense, empty := folder / "empty", ignore=shutil.ignore_patterns("*.safetensors*"))
     run = megatron_rlhf(empty, dataset, folder / "no weights", 1, [])
     assert run.code != 0 and LOADING not in run.output

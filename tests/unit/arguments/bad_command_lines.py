@@ -325,6 +325,7 @@ _MISSING = """
 --model ./missing -> --model
 --model ~/no_such_model -> --model
 --model EMPTY -> --model & config.json
+--model nobody/nothing --use_hf true -> nobody/nothing cannot be loaded
 --ref_model /no/such/model --beta 0.1 -> --ref_model
 --dataset /no/such.jsonl -> --dataset & /no/such.jsonl
 --dataset ./nowhere.jsonl -> --dataset & nowhere.jsonl

@@ -212,6 +212,8 @@ def test_a_folder_without_weights_is_not_a_model_to_train(tmp_path: Path) -> Non
     (tmp_path / "model.bin").touch()
     with pytest.raises(ValueError, match=f"--model m: the folder {tmp_path} has no weights: .* converted to safetens"):
         check_weights("m", str(tmp_path))
+    with pytest.raises(ValueError, match=f"--ref_model m: the folder {tmp_path} has no weights"):
+        check_weights("m", str(tmp_path), "ref_model")
     (tmp_path / "model.safetensors").touch()
     check_weights("m", str(tmp_path))
 

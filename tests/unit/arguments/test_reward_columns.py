@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from datasets import Dataset
@@ -32,6 +33,14 @@ def test_a_missing_column_is_named_with_the_flag_that_maps_one() -> None:
     assert not faults([Needs, NeedsNothing], gold="2")
     [fault] = faults(["accuracy"], answer="2")
     assert fault.startswith("--reward_funcs accuracy needs the column solution, and")
+
+
+def test_numbers_that_are_not_a_number_are_named_by_row() -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": "a"}], "gold": gold, "other": math.nan} for gold in (1.0, math.nan)
+    ]
+    [fault] = faults_of_columns([Needs], Dataset.from_list(rows))
+    assert "1 of 2 rows" in fault and "row 1 has NaN in the column gold; correct these rows" in fault
 
 
 def test_ms_swifts_functions_that_compare_texts_are_not_given_numbers() -> None:

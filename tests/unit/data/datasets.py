@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from swift_megatron_grpo.data.checks import checked_loading
-from swift_megatron_grpo.data.columns import nested_columns
 
 
 def write(path: Path, *rows: dict[str, Any]) -> str:
@@ -19,7 +18,7 @@ def load(*paths: str, columns: dict[str, str] | None = None, shuffle: bool = Fal
     from swift.dataset import load_dataset
 
     options = {"load_from_cache_file": False, "remove_unused_columns": False, "columns": columns, "shuffle": shuffle}
-    with checked_loading(columns), nested_columns():
+    with checked_loading(columns):
         return load_dataset(list(paths), **options)[0]
 
 
