@@ -79,9 +79,7 @@ class Gate:
         except HTTPException as refusal:
             status, reason = refusal.status_code, refusal.detail
         except Exception:
-            number = uuid.uuid4().hex[:8]
-            logger.exception(f"error {number} in {scope['method']} {scope['path']!r}")
-            status, reason = 500, f"the server failed; its log has the reason, as error {number}"
+            status, reason = 500, log_failure(f"{scope['method']} {scope['path']!r}")
         if not began:
             await JSONResponse({"detail": reason}, status)(scope, receive, send)
 
@@ -147,6 +145,13 @@ class Gate:
         except InvalidBody as error:
             raise HTTPException(INVALID, str(error)) from None
         return b""  # no other route reads a body
+
+
+def log_failure(where: str) -> str:
+    """Log the exception that is being handled, under a number. Return what the client may know of it."""
+    number = uuid.uuid4().hex[:8]
+    logger.exception(f"error {number} in {where}")
+    return f"the server failed; its log has the reason, as error {number}"
 
 
 def checked_body(scope: MutableMapping[str, Any]) -> Any:

@@ -41,7 +41,7 @@ from swift_megatron_grpo.generation.protocol.messages import (
     serves_another,
 )
 from swift_megatron_grpo.generation.server.arguments import GRPORolloutArguments
-from swift_megatron_grpo.generation.server.gate import checked_body
+from swift_megatron_grpo.generation.server.gate import checked_body, log_failure
 from swift_megatron_grpo.generation.server.health import EngineHealth
 from swift_megatron_grpo.generation.server.pipe import Commands
 from swift_megatron_grpo.generation.server.schema import (
@@ -260,7 +260,7 @@ class RolloutRoutes:
         host = body.host if everywhere else self._args.host
         rendezvous = Rendezvous(host, self._hub.port, size, secret, body.timeout)
         self._joining = asyncio.create_task(self._without_tokens("join", rendezvous=asdict(rendezvous)))
-        self._joining.add_done_callback(_log_failure)
+        self._joining.add_done_callback(partial(_close_unless_joined, self._hub))
         return asdict(rendezvous) | {"host": body.host}
 
     async def receive(self, client: Request, run: Run) -> dict[str, Any]:
@@ -294,8 +294,9 @@ def refuse_if_failed(health: EngineHealth) -> None:
         raise HTTPException(ENGINE_GONE, health.failure)
 
 
-def _log_failure(task: asyncio.Task[Any]) -> None:
+def _close_unless_joined(hub: Hub, task: asyncio.Task[Any]) -> None:
     if not task.cancelled() and task.exception() is not None:
+        hub.close()
         logger.error(f"a trainer requested a rendezvous but did not connect: {task.exception()}")
 
 
@@ -318,8 +319,7 @@ async def answer_lines(
         except HTTPException as refusal:
             outcome = {"status": refusal.status_code, "detail": refusal.detail}
         except Exception:
-            logger.exception("a request of a batch failed")
-            outcome = {"status": 500, "detail": "the server failed; its log has the reason"}
+            outcome = {"status": 500, "detail": log_failure("a request of a batch")}
         known.put_nowait(json.dumps({"place": place} | outcome).encode() + b"\n")
 
     tasks = [asyncio.create_task(respond(place, request)) for place, request in enumerate(requests)]

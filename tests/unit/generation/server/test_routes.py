@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import re
+import socket
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fastapi import HTTPException
 from starlette.requests import Request
+from swift.utils import get_logger
 
 from swift_megatron_grpo.generation.protocol.messages import CONFLICT, NO_WEIGHTS, RUN_IDLE_SECONDS, RunIdentity
 from swift_megatron_grpo.generation.server.gate import _BODY
 from swift_megatron_grpo.generation.server.health import EngineHealth
 from swift_megatron_grpo.generation.server.routes import RolloutRoutes, RunLease
-from swift_megatron_grpo.generation.server.schema import ContentLimits, GenerateBatch, ReceiveRequest, parse
+from swift_megatron_grpo.generation.server.schema import (
+    ContentLimits,
+    GenerateBatch,
+    JoinRequest,
+    ReceiveRequest,
+    parse,
+)
 
 LIMITS = ContentLimits(8, 8, 1000, 64, 100, accepts_media=False, images=0)
 RUN = RunIdentity("run", "secret")
@@ -35,9 +46,14 @@ class Engine:
         return {"text": "hi"}
 
 
+class BrokenEngine(Engine):
+    async def call(self, command: str, **arguments: Any) -> dict[str, Any]:
+        raise RuntimeError("a secret of the server")
+
+
 def served(engine: Engine) -> RolloutRoutes:
     """Return the routes of a server with weights 3, without its processes."""
-    arguments: Any = None
+    arguments: Any = SimpleNamespace(host="127.0.0.1", world_size=1)
     commands: Any = engine
     routes = RolloutRoutes(arguments, commands, EngineHealth(lambda: engine.call("probe"), 60), engine_settings={})
     routes._lease.touch(RUN, time.monotonic())
@@ -67,6 +83,30 @@ def test_weights_that_arrive_before_a_request_reaches_the_engine_refuse_it() -> 
         engine = Engine()
         refusals = asyncio.run(answers(served(engine), arrives))
         assert [answer["status"] for answer in refusals] == [CONFLICT, CONFLICT] and engine.commands == []
+
+
+def test_a_request_of_a_batch_that_fails_has_a_number_that_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    get_logger().addHandler(caplog.handler)
+    with caplog.at_level(logging.ERROR):
+        refusals = asyncio.run(answers(served(BrokenEngine()), arrives=None))
+    get_logger().removeHandler(caplog.handler)
+    for refusal in refusals:
+        [number] = re.findall(r"as error (\w{8})$", refusal["detail"])
+        assert refusal["status"] == 500 and "secret" not in refusal["detail"]
+        assert f"error {number} in a request of a batch" in caplog.text and "a secret of the server" in caplog.text
+
+
+@pytest.mark.parametrize(("engine", "listens"), [(Engine(), True), (BrokenEngine(), False)])
+def test_a_rendezvous_that_has_failed_is_closed(engine: Engine, listens: bool) -> None:
+    async def port() -> int:
+        body = parse(b'{"host": "127.0.0.1", "port": 0, "timeout": 60.0}', JoinRequest, LIMITS)
+        joined = await server.join(Request({"type": "http", _BODY: body}), RUN)
+        await asyncio.wait([server._joining])
+        return int(joined["port"])
+
+    server = served(engine)
+    with socket.socket() as stranger:
+        assert (stranger.connect_ex(("127.0.0.1", asyncio.run(port()))) == 0) is listens
 
 
 def test_checksums_are_read_only_after_a_load_that_collected_them() -> None:
