@@ -84,23 +84,25 @@ def test_only_the_rendezvous_and_the_web_server_listen() -> None:
     found: dict[str, set[str]] = {}
     for name, tree in files():
         for node in ast.walk(tree):
-            if (call := called(node)) in LISTENERS:
+            if (call := called(node)) in LISTENERS and "inspect.signature(" not in ast.unparse(node):
                 found.setdefault(name, set()).add(str(call))
     assert found == LISTENS
 
 
 def test_secrets_are_compared_in_constant_time() -> None:
     """No `==`, `!=` or `in` compares a key, a secret or a proof; hmac.compare_digest does."""
-    compared = []
+    compared, seen = [], set()
     for name, tree in files():
-        if not name.startswith(("server/", "protocol/")):
+        if not name.startswith(("generation/server/", "generation/protocol/", "weights/transport/")):
             continue
+        seen.add(name)
         for node in ast.walk(tree):
             if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq | ast.NotEq | ast.In):
                 names = {part.attr if isinstance(part, ast.Attribute) else getattr(part, "id", "")
                          for part in ast.walk(node) if isinstance(part, ast.Attribute | ast.Name)}  # fmt: skip
                 if any(SECRET.search(part) for part in names) and "compare_digest" not in names:
                     compared.append(f"{name}:{node.lineno}: {ast.unparse(node)}")
+    assert "generation/server/gate.py" in seen
     assert not compared, "\n".join(compared)
 
 
