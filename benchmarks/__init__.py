@@ -9,6 +9,7 @@ bench_dispatch.py           tokens on their way to the experts of other GPUs and
 bench_server.py             generation behind a rollout server and in the training process, in turns on one device
 bench_generation.py         generation with other settings of vLLM: quantized weights, prefix caching, cascade
 bench_switches.py           time between training and generation: offload, wake-up, weight sync
+long_run.py                 thousands of steps of a small released model in one run: what drifts
 gpu_tests.py                tests of tests/gpu, with a record of what ran where
 random_routers.py           loads of experts whose routers have random weights
 train_every_algorithm.py    reward before and after training with every loss and advantage estimator

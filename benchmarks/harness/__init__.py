@@ -15,6 +15,9 @@ page.py         docs/performance.md, and all files that a report writes
 results_pages.py the pages of benchmarks/results
 other_pages.py  tables of README.md and of other pages
 own_runs.py     sections about runs of this package that are compared with each other
+drift.py        series of a long run, and how far its last steps have drifted
+process_tree.py host memory, open files and threads of all processes of a run
+long_run_page.py the section of docs/fault_tolerance.md about long runs
 markdown.py     tables of pages
 chart.py        docs/performance.svg and benchmarks/results/phases.svg
 busy_time.py    kernels and host functions of generation

@@ -107,7 +107,7 @@ class _Queue:
             with devices_locked():
                 left = self._plan.deadline - time.monotonic()
                 if left < self._longest:
-                    _kill(process)
+                    kill(process)
                     return None
                 if self._plan.gpu:
                     wait_until_free(visible_devices()[: self._plan.ranks])
@@ -120,9 +120,9 @@ class _Queue:
                 print(f"bench: the log is {folder / 'log.txt'}", file=sys.stderr, flush=True)
             return _collect(self._plan, setting, folder, status)
         except BaseException:
-            _kill(process)
+            kill(process)
             if self._waiting:
-                _kill(self._waiting[1])
+                kill(self._waiting[1])
             raise
 
 
@@ -214,7 +214,7 @@ def _wait(process: subprocess.Popen[bytes], timeout: float, folder: Path) -> str
     try:
         code = process.wait(timeout)
     except subprocess.TimeoutExpired:
-        _kill(process)
+        kill(process)
     log = (folder / "log.txt").read_text(errors="replace")
     if SMALLER_BUDGET in log:
         return "out of memory"
@@ -227,7 +227,7 @@ def _wait(process: subprocess.Popen[bytes], timeout: float, folder: Path) -> str
     return f"failed: {_reason(log) or f'exit code {code}'}"
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def kill(process: subprocess.Popen[bytes]) -> None:
     """End a process and its ranks. Ranks have their own sessions; on SIGTERM torchrun ends them within 30 seconds."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
