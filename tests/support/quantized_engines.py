@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.forking.client import run_code
 from tests.paths import REPOSITORY
-from tests.support.runs import environment_of_processes
+from tests.support.runs import ON_CPU, environment_of_processes
 
 
 def other_checkpoint(model: Path, folder: Path, seed: int) -> Path:
@@ -28,13 +29,16 @@ def other_checkpoint(model: Path, folder: Path, seed: int) -> Path:
 
 
 def engine(result: Path, *folders: Path) -> dict[str, Any]:
-    """Run an engine with these checkpoints one after another, and return its report."""
-    command = [sys.executable, "-m", "tests.programs.e2e.quantized_engine", str(result), *map(str, folders)]
-    with result.with_suffix(".txt").open("w") as log:
+    """Run an engine with these checkpoints one after another, on a CPU in a fork, and return its report."""
+    module, arguments = "tests.programs.e2e.quantized_engine", [str(result), *map(str, folders)]
+    if ON_CPU:
+        run_code("trainer", f"from {module} import *; main(Path(sys.argv[1]), map(Path, sys.argv[2:]))", *arguments)
+    else:
         run = subprocess.run(
-            command, cwd=REPOSITORY, env=environment_of_processes(), stdout=log, stderr=log, timeout=900
-        )
-    assert run.returncode == 0, result.with_suffix(".txt").read_text()[-4000:]
+            [sys.executable, "-m", module, *arguments], cwd=REPOSITORY, env=environment_of_processes(), text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=900,
+        )  # fmt: skip
+        assert run.returncode == 0, run.stdout[-4000:]
     report: dict[str, Any] = torch.load(result, weights_only=True)
     return report
 
