@@ -18,4 +18,5 @@ def test_the_example_of_the_cpu_platform_runs(tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(code)
     printed = run_script(tmp_path / "tiny.py", ranks=2)
     [shown] = re.findall(r"```\n(rank 0.*?)```", page, re.DOTALL)
-    assert sorted(line for line in printed.splitlines() if line.startswith("rank ")) == shown.splitlines()
+    # without a buffer, a line of one rank may be printed between a line of the other and its end
+    assert sorted(re.findall(r"rank \d: loss [\d.]+, gradient [\d.]{6}", printed)) == shown.splitlines()
