@@ -1,7 +1,8 @@
 """torch.distributed on gloo for code that was written for NCCL.
 
 Installed by `activate()`. In torch 2.13 gloo supports nearly every collective that Megatron uses, including averages
-and coalesced calls. This file adds the rest: the name "nccl", and all_gather of tensors of different sizes.
+and coalesced calls. This file adds the rest: the name "nccl", all_gather of tensors of different sizes, and one thread
+for the connections of all groups.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 _init_process_group = dist.init_process_group
 _new_group = dist.new_group
 _all_gather = dist.all_gather
+_make_gloo = distributed_c10d.ProcessGroupGloo.__init__
 
 
 def install() -> None:
@@ -27,6 +29,7 @@ def install() -> None:
         module.init_process_group = init_process_group  # type: ignore[attr-defined]
         module.new_group = new_group  # type: ignore[attr-defined]
     dist.all_gather = all_gather
+    distributed_c10d.ProcessGroupGloo.__init__ = make_gloo  # type: ignore[assignment, method-assign]
 
 
 @functools.wraps(_init_process_group)
@@ -53,6 +56,18 @@ def _gloo_for(backend: str | None) -> str | None:
 def _warn_once(message: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         logger.warning(message)
+
+
+def make_gloo(group: Any, store: Any, rank: int, size: int, timeout: Any) -> None:
+    """Connect a group through the device of all groups. One for each, as by default, is a thread that always polls."""
+    options = distributed_c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout, options._devices = timeout, [_device()]
+    _make_gloo(group, store, rank, size, options)
+
+
+@functools.cache
+def _device() -> Any:
+    return distributed_c10d.ProcessGroupGloo.create_default_device()
 
 
 @functools.wraps(_all_gather)
