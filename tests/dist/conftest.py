@@ -1,9 +1,11 @@
-"""Ranks of tests/dist: each job is forked from a preloaded process when the first test requests its result."""
+"""Ranks of tests/dist: each job runs when the first test requests its result, on ranks that a file's jobs share."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+import select
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,24 +69,60 @@ EVERYTHING = ["--freeze_vit", "false", "--freeze_aligner", "false", "--max_lengt
 RUN_LAYOUT = "swift_megatron_grpo.cli.check_layouts.ranks:run_layout"
 
 
+class Crew:
+    """Forked ranks that run one job after another: starting them takes longer than most jobs."""
+
+    def __init__(self, ranks: int, folder: Path) -> None:
+        folder.mkdir()
+        self._log = folder / "log.txt"
+        pipes = [folder / str(rank) for rank in (*range(ranks), "done")]
+        for pipe in pipes:
+            os.mkfifo(pipe)
+        *self._jobs, self._done = (os.open(pipe, os.O_RDWR) for pipe in pipes)  # so that opening one never waits
+        with self._log.open("w") as output:
+            self._process = fork_server("trainer").start("tasks", [str(folder)], ranks, folder, output, {})
+
+    def run(self, job: Path) -> str | None:
+        """Return why a job has failed, which ends the ranks, or None."""
+        for pipe in self._jobs:
+            os.write(pipe, f"{job}\n".encode())
+        for _ in self._jobs:
+            readable, _, _ = select.select([self._done, self._process], [], [])
+            if self._done not in readable:
+                return f"exit code {self._process.wait()}:\n{self._log.read_text()[-6000:]}"
+            os.read(self._done, 1)
+        return None
+
+    def end(self) -> None:
+        for pipe in (*self._jobs, self._done):
+            os.close(pipe)
+        self._process.wait()
+
+
 @dataclass(frozen=True)
 class Ranks:
     """Runs each job once on forked ranks and reads its results."""
 
     folder: Path
-    _codes: dict[str, int] = field(default_factory=dict)  # exit codes of the jobs that have run
+    _failures: dict[str, str | None] = field(default_factory=dict)  # of the jobs that have run
+    _crews: dict[int, Crew] = field(default_factory=dict)  # by number of ranks
 
     def run(self, name: str, ranks: int, tasks: Sequence[Task]) -> None:
         """Run tasks one after the other on this many ranks; a job that has run already is not repeated."""
-        log = self.folder / f"{name}.txt"
-        if name not in self._codes:
+        if name not in self._failures:
             job = self.folder / f"{name}.job.json"
             job.write_text(json.dumps(list(tasks)))
-            with log.open("w") as output:
-                process = fork_server("trainer").start("tasks", [str(job)], ranks, self.folder, output, {})
-                self._codes[name] = process.wait()
-        code = self._codes[name]
-        assert code == 0, f"{name} on {ranks} ranks ended with code {code}:\n{log.read_text()[-6000:]}"
+            if ranks not in self._crews:
+                self._crews[ranks] = Crew(ranks, self.folder / f"{name}.ranks")
+            self._failures[name] = self._crews[ranks].run(job)
+            if self._failures[name] is not None:
+                self._crews.pop(ranks).end()
+        assert self._failures[name] is None, f"{name} on {ranks} ranks: {self._failures[name]}"
+
+    def end(self) -> None:
+        """End all ranks; the next job starts others."""
+        while self._crews:
+            self._crews.popitem()[1].end()
 
     def report(self, name: str, rank: int) -> dict[str, Any]:
         report: dict[str, Any] = json.loads((self.folder / f"{name}.{rank}.json").read_text())
@@ -139,7 +177,7 @@ class Ranks:
             (self.folder / f"{kind}-{tuner}").mkdir(exist_ok=True)
             for layout in ("one", *names):
                 tasks.setdefault(Variant.parse(layout).ranks, []).append(self.layout_task(kind, tuner, layout))
-                self._codes[f"{kind}-{tuner}-{layout}"] = 0  # runs in the job below
+                self._failures[f"{kind}-{tuner}-{layout}"] = None  # runs in the job below
         for ranks, of_ranks in tasks.items():
             self.run(f"{name}-{ranks}", ranks, of_ranks)
 
@@ -175,7 +213,7 @@ class Ranks:
             folder.mkdir()
             flags = self.flags(kind, "full", "float32", DESCENT)
             tasks.append(task(RUN_LAYOUT, name="one", flags=flags, batches=["given"], folder=str(folder)))
-            self._codes[f"{kind}-descent"] = 0  # runs in the job below
+            self._failures[f"{kind}-descent"] = None  # runs in the job below
         self.run(name, 1, tasks)
 
     def image_layouts(self, layouts: Mapping[tuple[str, str], Sequence[str]]) -> None:
@@ -243,3 +281,9 @@ class Ranks:
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     return Ranks(tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks_end_with_the_file(ranks: Ranks) -> Iterator[None]:
+    yield
+    ranks.end()

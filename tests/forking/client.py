@@ -48,6 +48,10 @@ class ForkedProcess:
             self.returncode = int(code) if code else -signal.SIGKILL
         return self.returncode
 
+    def fileno(self) -> int:
+        """Return what becomes readable when the leader ends."""
+        return self._status
+
     def poll(self) -> int | None:
         if self.returncode is None and _readable(self._status, 0):
             self.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import importlib.metadata
 import importlib.util
 import json
 import logging
@@ -151,14 +152,19 @@ def skip_repeated_work() -> None:
     """Do once, before any fork, what each fork would repeat for seconds over all objects of the imports.
 
     vLLM replaces its Triton kernels in every module, and unfreezes the garbage collector's objects when it shuts down.
-    It sets the level of each of its loggers, which empties a cache in all of thousands. Transformers formats every
-    config that it loads, some of them twenty times in a run, for a line that it does not log.
+    It sets the level of each of its loggers, which empties a cache in all of thousands. It looks for plugins in all
+    installed packages, and this package reads the text of vLLM's scheduler. Transformers formats every config that it
+    loads, some of them twenty times in a run, for a line that it does not log.
     """
     from transformers import PretrainedConfig
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging_if_needed
     from vllm.platforms.cpu import CpuPlatform
 
+    from swift_megatron_grpo.generation.vllm.known_scheduler import digest
+
+    digest()
+    importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
     configure_logging_if_needed(LoggingConfig())
     CpuPlatform.register_triton_kernel_overrides()
     CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
@@ -226,10 +232,14 @@ def run_swift_rollout(arguments: list[str]) -> None:
 
 
 def run_tasks(arguments: list[str]) -> None:
-    """Run the tasks of a job file of cli/check_layouts on this rank."""
+    """Run the tasks of each job file of cli/check_layouts that arrives on this rank's pipe in the folder."""
     from swift_megatron_grpo.cli.check_layouts.ranks import run_tasks as run
 
-    run(json.loads(Path(arguments[0]).read_text()))
+    folder = Path(arguments[0])
+    with open(folder / os.environ["RANK"]) as jobs, open(folder / "done", "wb", buffering=0) as done:
+        for job in jobs:
+            run(json.loads(Path(job.rstrip()).read_text()))
+            done.write(b".")
 
 
 def run_script(arguments: list[str]) -> None:

@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from megatron.core.transformer.attention import Attention
 
@@ -57,12 +58,11 @@ def recorded_channels() -> Iterator[set[tuple[int, int]]]:
 def short_output(out: str, flags: list[str]) -> None:
     """Report how the trainer starts when the kernel leaves out the last channel of each token."""
     forward = attention_check.TEDotProductAttention.forward
-    attention_check.TEDotProductAttention.forward = lambda *args, **named: forward(*args, **named)[..., :-1]
-    try:
-        make_trainer(flags)
-        write(out, {"error": None})
-    except RuntimeError as error:
-        write(out, {"error": f"{type(error).__name__}: {error}"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            attention_check.TEDotProductAttention, "forward", lambda *args, **named: forward(*args, **named)[..., :-1]
+        )
+        write_error_of_start(out, flags)
 
 
 def wrong_gradient(out: str, flags: list[str], rank: int, shapes: int = 1) -> None:
@@ -71,10 +71,10 @@ def wrong_gradient(out: str, flags: list[str], rank: int, shapes: int = 1) -> No
     `shapes`: the layers count as that many kernels.
     """
     shape_of, layers = attention_check._shape, count()
-    attention_check._shape = lambda layer: replace(
-        shape_of(layer), scale=shape_of(layer).scale + next(layers) % shapes / 1e9
-    )
     forward = attention_check.TEDotProductAttention.forward
+
+    def numbered(layer: Any) -> Any:
+        return replace(shape_of(layer), scale=shape_of(layer).scale + next(layers) % shapes / 1e9)
 
     def wrong(self: Any, query: torch.Tensor, key: torch.Tensor, *others: Any, **settings: Any) -> torch.Tensor:
         if key.requires_grad:
@@ -82,8 +82,14 @@ def wrong_gradient(out: str, flags: list[str], rank: int, shapes: int = 1) -> No
             key.register_hook(lambda gradient: 1.1 * gradient)
         return forward(self, query, key, *others, **settings)
 
-    if int(os.environ["RANK"]) == rank:
-        attention_check.TEDotProductAttention.forward = wrong
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_check, "_shape", numbered)
+        if int(os.environ["RANK"]) == rank:
+            patch.setattr(attention_check.TEDotProductAttention, "forward", wrong)
+        write_error_of_start(out, flags)
+
+
+def write_error_of_start(out: str, flags: list[str]) -> None:
     try:
         make_trainer(flags)
         write(out, {"error": None})

@@ -30,6 +30,7 @@ def main(out: str, flags: list[str], fits: int, in_backward: bool) -> None:
         report["values"] = {index: value.logprobs for index, value in engine.infer(samples).items()}
     except (torch.OutOfMemoryError, PeerOutOfMemory) as error:
         report["error"] = str(error)
+    logging.getLogger("swift_megatron_grpo").removeHandler(handler)
     weights = trainer.unwrapped_models[0].parameters()
     report["weights"] = sum(weight.double().abs().sum().item() for weight in weights)
     settings = engine.passes.settings
