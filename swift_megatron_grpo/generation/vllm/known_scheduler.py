@@ -7,6 +7,7 @@ setting that the two do not cover, vLLM's own functions run.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 from dataclasses import dataclass
@@ -96,15 +97,20 @@ _METHODS: dict[Any, str] = {
 
 def digest() -> str:
     """Return a digest of the text of all functions that matter, and of whole classes where all of it does."""
-    texts = []
+    texts = list[str]()
     try:
         for owner, names in _METHODS.items():
             # the code object, so that a function that wraps vLLM's is not taken for it
             parts = [getattr(owner, name).__code__ for name in names.split()] or [owner]
-            texts += [inspect.getsource(part) for part in parts]
+            texts += map(_text, parts)
     except (AttributeError, OSError):  # vLLM has no such function, or no text of it
         return "unknown"
     return hashlib.sha256("".join(texts).encode()).hexdigest()[:16]
+
+
+@functools.cache  # the forks of tests/forking find all texts, which take a third of a second
+def _text(part: Any) -> str:
+    return inspect.getsource(part)
 
 
 def known_scheduler(scheduler: Any) -> KnownScheduler | None:
