@@ -22,19 +22,15 @@ import torch
 import torch.distributed as dist
 
 from swift_megatron_grpo.platforms.cpu.stand_in import reject_unsupported
+from swift_megatron_grpo.platforms.cpu.transformer_engine import base
 from swift_megatron_grpo.platforms.cpu.transformer_engine.attention_core import Rules, attend, attend_at, visible
-from swift_megatron_grpo.platforms.cpu.transformer_engine.base import (
-    TransformerEngineBaseModule,
-    default_weight_init,
-    mappings,
-)
 
 _MASK_TYPES = (
     "no_mask", "padding", "causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right", "arbitrary",
 )  # fmt: skip
 
 
-class DotProductAttention(TransformerEngineBaseModule):
+class DotProductAttention(base.TransformerEngineBaseModule):
     def __init__(
         self,
         num_attention_heads: int,
@@ -72,7 +68,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.softmax_type = softmax_type
         heads = num_attention_heads // self.tp_size
         if softmax_type == "learnable":
-            self._new_parameter("softmax_offset", (heads,), default_weight_init, tracked=True, dtype=torch.float32)
+            self._new_parameter("softmax_offset", (heads,), base.default_weight_init, tracked=True, dtype=torch.float32)
             self.reset_parameters()
         elif softmax_type in ("vanilla", "off-by-one"):
             self.softmax_offset = torch.zeros(heads) if softmax_type == "off-by-one" else None
@@ -287,7 +283,7 @@ def gather_sequences(
         first = torch.arange(size) + sequence.start // ranks
         indices += [first + rank * tokens for rank in range(ranks)]
         indices += [first + size + rank * tokens for rank in reversed(range(ranks))]
-    gathered: torch.Tensor = mappings().gather_from_sequence_parallel_region(tensor, group=group)
+    gathered: torch.Tensor = base.mappings().gather_from_sequence_parallel_region(tensor, group=group)
     return gathered.index_select(0, torch.cat(indices))
 
 

@@ -1,13 +1,13 @@
 """The linear layers, column- or row-parallel, and the norms, in fp32, for the TE... classes of megatron-core.
 
-Arguments are those of Transformer Engine 2.11, in its order. These have no effect on the numbers and are accepted:
+Arguments are those of Transformer Engine 2.11. These have no effect on the numbers and are accepted:
 `save_original_input` (what to keep for backward), `ub_name` and `name` (labels), `is_first_microbatch` (fp8 weight
 cache).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,14 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from swift_megatron_grpo.platforms.cpu.stand_in import reject_unsupported
-from swift_megatron_grpo.platforms.cpu.transformer_engine.base import (
-    Device,
-    Initializer,
-    TransformerEngineBaseModule,
-    constant,
-    default_weight_init,
-    mappings,
-)
+from swift_megatron_grpo.platforms.cpu.transformer_engine import base
 
 _UNSUPPORTED = (
     "fuse_wgrad_accumulation", "parameters_split", "return_layernorm_output_gathered", "ub_overlap_ag", "ub_overlap_rs",
@@ -31,51 +24,60 @@ _UNSUPPORTED = (
 )  # fmt: skip
 
 
-def _reject(owner: str, arguments: Mapping[str, object]) -> None:
-    """Raise NotImplementedError for the first of the unsupported arguments that is set."""
-    reject_unsupported(owner, **{name: arguments[name] for name in _UNSUPPORTED if name in arguments})
-
-
-class ParallelLinear(TransformerEngineBaseModule):
-    """A linear layer that may be column- or row-parallel."""
+class ParallelLinear(base.TransformerEngineBaseModule):
+    """A linear layer that may be column- or row-parallel, and the arguments that all of them have."""
 
     in_features: int  # of this rank's shard [out_features, in_features]
     out_features: int
 
-    def _configure(
+    def __init__(
         self,
         in_features: int,
         out_features: int,
-        parallel_mode: str | None,
-        sequence_parallel: bool,
-        tp_group: dist.ProcessGroup | None,
-        tp_size: int,
-        bias: bool,
-        return_bias: bool,
-        tracker: Callable[[], Any] | None,
-        tracker_name: str | None,
+        *,
+        sequence_parallel: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: base.Initializer | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        device: base.Device = "cuda",
+        ub_name: str | None = None,
+        save_original_input: bool = False,
+        name: str | None = None,
+        **unsupported: Any,
     ) -> None:
+        super().__init__()
+        owner = type(self).__name__
+        for argument in unsupported.keys() - {*_UNSUPPORTED}:
+            raise TypeError(f"{owner}.__init__() got an unexpected keyword argument {argument!r}")
+        reject_unsupported(owner, **unsupported)
         if parallel_mode not in (None, "column", "row"):
-            raise ValueError(f"{type(self).__name__}(parallel_mode={parallel_mode!r})")
+            raise ValueError(f"{owner}(parallel_mode={parallel_mode!r})")
         self._set_tensor_parallelism(tp_group, tp_size)
         self.sequence_parallel = sequence_parallel and self.tp_size > 1
         self.parallel_mode = parallel_mode
         split = {"column": out_features, "row": in_features}.get(parallel_mode or "", 0)
         if split % self.tp_size:
-            raise ValueError(f"{type(self).__name__}: {split} features are not divisible by tp_size {self.tp_size}")
+            raise ValueError(f"{owner}: {split} features are not divisible by tp_size {self.tp_size}")
         self.in_features = in_features // self.tp_size if parallel_mode == "row" else in_features
         self.out_features = out_features // self.tp_size if parallel_mode == "column" else out_features
         self.use_bias, self.return_bias, self.apply_bias = bias, return_bias, bias and not return_bias
-        self.get_rng_state_tracker, self.rng_tracker_name = tracker, tracker_name
+        self.get_rng_state_tracker, self.rng_tracker_name = get_rng_state_tracker, rng_tracker_name
         self.fuse_wgrad_accumulation = False
+        self.ub_name, self.name, self.save_original_input = ub_name, name, save_original_input
+        self._init = base.default_weight_init if init_method is None else init_method
+        self._placement = device, params_dtype
 
-    def _new_weight_and_bias(
-        self, suffix: str, init: Initializer | None, device: Device, dtype: torch.dtype | None
-    ) -> None:
-        init = default_weight_init if init is None else init
-        self._new_parameter(f"weight{suffix}", (self.out_features, self.in_features), init, device, dtype, tracked=True)
+    def _new_weight_and_bias(self, suffix: str) -> None:
+        shape, (device, dtype) = (self.out_features, self.in_features), self._placement
+        self._new_parameter(f"weight{suffix}", shape, self._init, device, dtype, tracked=True)
         if self.use_bias:
-            self._new_parameter(f"bias{suffix}", (self.out_features,), constant(0.0), device, dtype)
+            self._new_parameter(f"bias{suffix}", (self.out_features,), base.constant(0.0), device, dtype)
         else:
             setattr(self, f"bias{suffix}", torch.empty(0, device=device, dtype=dtype))  # Megatron reads its numel()
 
@@ -94,7 +96,7 @@ class ParallelLinear(TransformerEngineBaseModule):
         parallel = self.parallel_mode if self.tp_size > 1 else None
         if parallel is not None and self.tp_group is None:
             raise RuntimeError(f"{type(self).__name__}: call set_tensor_parallel_group() before the first forward")
-        regions: Any = mappings() if parallel else None
+        regions: Any = base.mappings() if parallel else None
         if parallel == "column" and self.sequence_parallel:
             x = regions.gather_from_sequence_parallel_region(x, group=self.tp_group)
         elif parallel == "column":
@@ -119,42 +121,9 @@ class Linear(ParallelLinear):
     weight: nn.Parameter
     bias: torch.Tensor
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: dist.ProcessGroup | None = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        rng_tracker_name: str | None = None,
-        init_method: Initializer | None = None,
-        bias: bool = True,
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
-        parameters_split: Any = None,
-        device: Device = "cuda",
-        ub_overlap_ag: bool = False,
-        ub_overlap_rs: bool = False,
-        ub_overlap_rs_dgrad: bool = False,
-        ub_bulk_dgrad: bool = False,
-        ub_bulk_wgrad: bool = False,
-        ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,
-        symmetric_ar_type: str | None = None,
-        save_original_input: bool = False,
-        name: str | None = None,
-    ) -> None:
-        super().__init__()
-        _reject("Linear", locals())
-        self._configure(
-            in_features, out_features, parallel_mode, sequence_parallel, tp_group, tp_size, bias, return_bias,
-            get_rng_state_tracker, rng_tracker_name,
-        )  # fmt: skip
-        self.ub_name, self.name, self.save_original_input = ub_name, name, save_original_input
-        self._new_weight_and_bias("", init_method, device, params_dtype)
+    def __init__(self, in_features: int, out_features: int, **arguments: Any) -> None:
+        super().__init__(in_features, out_features, **arguments)
+        self._new_weight_and_bias("")
         self.reset_parameters(defer_init=self.weight.is_meta)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
@@ -187,50 +156,24 @@ class LayerNormLinear(ParallelLinear):
         in_features: int,
         out_features: int,
         eps: float = 1e-5,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: dist.ProcessGroup | None = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        init_method: Initializer | None = None,
-        bias: bool = True,
+        *,
         normalization: str = "LayerNorm",
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
         return_layernorm_output: bool = False,
-        return_layernorm_output_gathered: bool = False,
-        parameters_split: Any = None,
         zero_centered_gamma: bool = False,
-        device: Device = "cuda",
-        ub_overlap_ag: bool = False,
-        ub_overlap_rs: bool = False,
-        ub_overlap_rs_dgrad: bool = False,
-        ub_bulk_wgrad: bool = False,
-        ub_bulk_dgrad: bool = False,
-        ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,
-        symmetric_ar_type: str | None = None,
-        name: str | None = None,
+        **arguments: Any,
     ) -> None:
-        super().__init__()
-        _reject("LayerNormLinear", locals())
+        super().__init__(in_features, out_features, **arguments)
         if normalization not in ("LayerNorm", "RMSNorm"):
             raise ValueError(f"LayerNormLinear(normalization={normalization!r})")
-        self._configure(
-            in_features, out_features, parallel_mode, sequence_parallel, tp_group, tp_size, bias, return_bias,
-            get_rng_state_tracker, None,
-        )  # fmt: skip
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
         self.return_layernorm_output = return_layernorm_output  # LoRA switches it on and off
-        self.ub_name, self.name = ub_name, name
-        gamma = constant(0.0 if zero_centered_gamma else 1.0)
-        self._new_parameter("layer_norm_weight", (self.in_features,), gamma, device, params_dtype)
+        gamma = base.constant(0.0 if zero_centered_gamma else 1.0)
+        self._new_parameter("layer_norm_weight", (self.in_features,), gamma, *self._placement)
         if normalization == "LayerNorm":
-            self._new_parameter("layer_norm_bias", (self.in_features,), constant(0.0), device, params_dtype)
+            self._new_parameter("layer_norm_bias", (self.in_features,), base.constant(0.0), *self._placement)
         else:
             self.layer_norm_bias = None
-        self._new_weight_and_bias("", init_method, device, params_dtype)
+        self._new_weight_and_bias("")
         self.reset_parameters(defer_init=self.weight.is_meta)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
@@ -250,14 +193,8 @@ class LayerNormLinear(ParallelLinear):
     ) -> Any:
         """Return y, then the bias with return_bias, then the normalised input with return_layernorm_output."""
         reject_unsupported("LayerNormLinear.forward", fp8_output=fp8_output, fp8_grad=fp8_grad)
-        normalized = normalize(
-            inp,
-            self.layer_norm_weight,
-            self.layer_norm_bias,
-            self.eps,
-            rms=self.normalization == "RMSNorm",
-            zero_centered=self.zero_centered_gamma,
-        )
+        weight, bias, rms = self.layer_norm_weight, self.layer_norm_bias, self.normalization == "RMSNorm"
+        normalized = normalize(inp, weight, bias, self.eps, rms=rms, zero_centered=self.zero_centered_gamma)
         y = self._multiply(normalized, self.weight, self.bias if self.apply_bias else None)
         more = [*([self.bias] if self.return_bias else []), *([normalized] if self.return_layernorm_output else [])]
         return (y, *more) if more else y
@@ -268,42 +205,13 @@ class GroupedLinear(ParallelLinear):
 
     weight0: nn.Parameter
 
-    def __init__(
-        self,
-        num_gemms: int,
-        in_features: int,
-        out_features: int,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: dist.ProcessGroup | None = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        rng_tracker_name: str | None = None,
-        init_method: Initializer | None = None,
-        bias: bool = True,
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
-        device: Device = "cuda",
-        ub_overlap_rs: bool = False,
-        ub_overlap_ag: bool = False,
-        ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,
-        save_original_input: bool = False,
-        name: str | None = None,
-    ) -> None:
-        super().__init__()
-        _reject("GroupedLinear", locals())
-        self._configure(
-            in_features, out_features, parallel_mode, sequence_parallel, tp_group, tp_size, bias, return_bias,
-            get_rng_state_tracker, rng_tracker_name,
-        )  # fmt: skip
-        if bias and self.tp_size > 1:
+    def __init__(self, num_gemms: int, in_features: int, out_features: int, **arguments: Any) -> None:
+        super().__init__(in_features, out_features, **arguments)
+        if self.use_bias and self.tp_size > 1:
             raise ValueError("GroupedLinear has no bias under tensor parallelism: its outputs are partial sums")
         self.num_gemms = num_gemms
-        self.ub_name, self.name, self.save_original_input = ub_name, name, save_original_input
         for gemm in range(num_gemms):
-            self._new_weight_and_bias(str(gemm), init_method, device, params_dtype)
+            self._new_weight_and_bias(str(gemm))
         self.reset_parameters(defer_init=self.weight0.is_meta)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
@@ -339,7 +247,7 @@ def normalize(
     return F.layer_norm(x.float(), gamma.shape, gamma, None if bias is None else bias.float(), eps).to(x.dtype)
 
 
-class _Norm(TransformerEngineBaseModule):
+class _Norm(base.TransformerEngineBaseModule):
     _rms: bool
     weight: nn.Parameter
     bias: nn.Parameter
@@ -352,7 +260,7 @@ class _Norm(TransformerEngineBaseModule):
         params_dtype: torch.dtype | None = None,
         zero_centered_gamma: bool = False,
         hidden_size: int | None = None,
-        device: Device = None,
+        device: base.Device = None,
         dtype: torch.dtype | None = None,
         sm_margin: int = 0,
     ) -> None:
@@ -368,10 +276,10 @@ class _Norm(TransformerEngineBaseModule):
         self.sequence_parallel = sequence_parallel  # type: ignore[assignment]  # None: parameters are not marked
         self.zero_centered_gamma = zero_centered_gamma
         dtype = params_dtype if dtype is None else dtype
-        gamma = constant(0.0 if zero_centered_gamma else 1.0)
+        gamma = base.constant(0.0 if zero_centered_gamma else 1.0)
         self._new_parameter("weight", self.normalized_shape, gamma, device, dtype)
         if not self._rms:
-            self._new_parameter("bias", self.normalized_shape, constant(0.0), device, dtype)
+            self._new_parameter("bias", self.normalized_shape, base.constant(0.0), device, dtype)
         self.reset_parameters(defer_init=self.weight.is_meta)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
