@@ -1,9 +1,11 @@
-"""Replaces an attribute of an object, a class or a module for a while."""
+"""Replaces an attribute of an object, a class or a module: for a while, or a function for good."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from typing import Any
 
 
 @contextmanager
@@ -19,3 +21,14 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
             setattr(owner, name, before)
         else:
             delattr(owner, name)
+
+
+def wrap(owner: object, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate the function that replaces one of an owner, for good. Its first argument is the replaced function."""
+    original = getattr(owner, name)
+
+    def replace(function: Callable[..., Any]) -> Callable[..., Any]:
+        setattr(owner, name, wraps(original)(lambda *args, **kwargs: function(original, *args, **kwargs)))
+        return function
+
+    return replace

@@ -80,11 +80,6 @@ class _CpuGenerator:
     set_state = graphsafe_set_state = staticmethod(torch.default_generator.set_state)
 
 
-def _mem_get_info(device: Any = None) -> tuple[int, int]:
-    memory = psutil.virtual_memory()
-    return memory.available, memory.total
-
-
 _REPLACEMENTS: dict[str, Any] = {
     "Event": Event,
     "ExternalStream": Stream,
@@ -100,7 +95,7 @@ _REPLACEMENTS: dict[str, Any] = {
     "is_current_stream_capturing": lambda: False,
     "max_memory_allocated": lambda device=None: 0,
     "max_memory_reserved": lambda device=None: 0,
-    "mem_get_info": _mem_get_info,
+    "mem_get_info": lambda device=None: (psutil.virtual_memory().available, psutil.virtual_memory().total),
     "memory_allocated": lambda device=None: 0,
     "memory_reserved": lambda device=None: 0,
     "memory_stats": lambda device=None: defaultdict(int),

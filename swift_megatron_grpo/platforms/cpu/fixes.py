@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from swift_megatron_grpo.platforms.cpu.linear_attention.vllm_core import compute_in_torch
 from swift_megatron_grpo.platforms.cpu.routed_experts import allow_first_runner, capture_in_first_runner
+from swift_megatron_grpo.runtime.replaced import wrap
 
 _MAX_SENDS_IN_FLIGHT = 64
 _SHARED_MEMORY = Path("/dev/shm")
@@ -59,15 +60,12 @@ def convert_split_sizes_to_numpy(token_dispatcher: Any) -> None:
 
     `maybe_move_tensor_to_cpu(sizes, as_numpy=True)` returns CPU tensors unchanged, which all_to_all_single rejects.
     """
-    move = token_dispatcher.maybe_move_tensor_to_cpu
 
-    @functools.wraps(move)
-    def move_or_convert(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    @wrap(token_dispatcher, "maybe_move_tensor_to_cpu")
+    def move_or_convert(move: Any, tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         if as_numpy and torch.is_tensor(tensor):
             return tensor.numpy()
         return move(tensor, as_numpy, record_stream)
-
-    token_dispatcher.maybe_move_tensor_to_cpu = move_or_convert
 
 
 def copy_sent_tensors(p2p_communication: Any) -> None:
@@ -76,11 +74,10 @@ def copy_sent_tensors(p2p_communication: Any) -> None:
     The interleaved pipeline reuses the storage of a tensor that it has sent, and drops some of the handles. With NCCL
     the stream orders this. gloo reads the memory later and keeps a reference to neither.
     """
-    p2p_ops = p2p_communication._p2p_ops
     in_flight: list[_Send] = []
 
-    @functools.wraps(p2p_ops)
-    def p2p_ops_with_copies(**kwargs: Any) -> dict[str, Any]:
+    @wrap(p2p_communication, "_p2p_ops")
+    def p2p_ops_with_copies(p2p_ops: Any, **kwargs: Any) -> dict[str, Any]:
         sent = {name: kwargs[f"tensor_{name}"] for name in ("send_prev", "send_next")}
         copies = {name: tensor.detach().clone() for name, tensor in sent.items() if tensor is not None}
         requests: dict[str, Any] = p2p_ops(**{**kwargs, **{f"tensor_{name}": copy for name, copy in copies.items()}})
@@ -90,8 +87,6 @@ def copy_sent_tensors(p2p_communication: Any) -> None:
         while len(in_flight) > _MAX_SENDS_IN_FLIGHT:  # sends whose handles the pipeline has dropped
             in_flight.pop(0).wait()
         return requests
-
-    p2p_communication._p2p_ops = p2p_ops_with_copies
 
 
 class _Send:
@@ -116,15 +111,12 @@ def silence_rng_warning(random: ModuleType) -> None:
 
 def use_sdpa_in_vision_towers(model_config: Any) -> None:
     """Make SDPA the default attention of mcore-bridge's vision towers, in place of flash_attention_2."""
-    post_init = model_config.ModelConfig.__post_init__
 
-    @functools.wraps(post_init)
-    def set_and_post_init(self: Any) -> None:
+    @wrap(model_config.ModelConfig, "__post_init__")
+    def set_and_post_init(post_init: Any, self: Any) -> None:
         if self.vit_attn_impl is None:
             self.vit_attn_impl = "sdpa"
         post_init(self)
-
-    model_config.ModelConfig.__post_init__ = set_and_post_init
 
 
 def force_accelerate_cpu_state(state: Any) -> None:
@@ -133,13 +125,11 @@ def force_accelerate_cpu_state(state: Any) -> None:
     It is built on first use and not here, because on several ranks building it is a rendezvous.
     """
     partial_state = state.PartialState
-    build = partial_state.__init__
 
-    @functools.wraps(build)
-    def build_on_cpu(self: Any, cpu: bool = True, **kwargs: Any) -> None:
+    @wrap(partial_state, "__init__")
+    def build_on_cpu(build: Any, self: Any, cpu: bool = True, **kwargs: Any) -> None:
         build(self, cpu=True, **kwargs)
 
-    partial_state.__init__ = build_on_cpu
     launched_by_torchrun = "LOCAL_RANK" in os.environ
     if launched_by_torchrun and partial_state._shared_state and not partial_state._shared_state["_cpu"]:
         partial_state._reset_state()
@@ -147,14 +137,11 @@ def force_accelerate_cpu_state(state: Any) -> None:
 
 def skip_destroyed_groups(parallel_state: Any) -> None:
     """Skip the destruction of vLLM's groups at exit if ms-swift has already destroyed all process groups."""
-    destroy = parallel_state.GroupCoordinator.destroy
 
-    @functools.wraps(destroy)
-    def destroy_if_initialized(self: Any) -> None:
+    @wrap(parallel_state.GroupCoordinator, "destroy")
+    def destroy_if_initialized(destroy: Any, self: Any) -> None:
         if dist.is_initialized():
             destroy(self)
-
-    parallel_state.GroupCoordinator.destroy = destroy_if_initialized
 
 
 def name_after_the_first_rank(cpu_communicator: Any) -> None:
@@ -189,16 +176,13 @@ def keep_unpacked_weights(utils: Any) -> None:
     A weight with three dimensions is that of a convolution, which it packs in place, or of experts, which
     `pack_reloaded_experts` handles.
     """
-    dispatch = utils.dispatch_cpu_unquantized_gemm
 
-    @functools.wraps(dispatch)
-    def multiply_unpacked(layer: Any, remove_weight: bool) -> None:
+    @wrap(utils, "dispatch_cpu_unquantized_gemm")
+    def multiply_unpacked(dispatch: Any, layer: Any, remove_weight: bool) -> None:
         if layer.weight.is_meta:
             dispatch(layer, remove_weight)
         elif layer.weight.ndim == 2:
             layer.cpu_linear = torch.nn.functional.linear
-
-    utils.dispatch_cpu_unquantized_gemm = multiply_unpacked
 
 
 def pack_reloaded_experts(method: Any) -> None:
@@ -207,16 +191,13 @@ def pack_reloaded_experts(method: Any) -> None:
     vLLM packs experts for its CPU kernel on the first load only. After a reload the kernel would multiply with
     scrambled experts.
     """
-    setup = method.UnquantizedFusedMoEMethod._setup_kernel
 
-    @functools.wraps(setup)
-    def setup_and_pack(self: Any, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:
+    @wrap(method.UnquantizedFusedMoEMethod, "_setup_kernel")
+    def setup_and_pack(setup: Any, self: Any, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:
         reloaded = self.moe_kernel is not None
         setup(self, layer, w13, w2)
         if reloaded:
             _pack_experts(self.moe_kernel.fused_experts, layer)
-
-    method.UnquantizedFusedMoEMethod._setup_kernel = setup_and_pack
 
 
 def _pack_experts(experts: Any, layer: Any) -> None:
@@ -239,11 +220,10 @@ def compute_local_experts(cpu_moe: Any) -> None:
     It takes ids of the whole layer for its own, and reads beyond its weights. Experts of other workers count 0 here;
     the workers' results are summed afterwards.
     """
-    owner = cpu_moe.CPUUnquantizedExperts
-    apply = owner.apply
 
-    @functools.wraps(apply)
+    @wrap(cpu_moe.CPUUnquantizedExperts, "apply")
     def apply_local(
+        apply: Any,
         self: Any,
         *,
         topk_weights: torch.Tensor,
@@ -258,8 +238,6 @@ def compute_local_experts(cpu_moe: Any) -> None:
             topk_weights, topk_ids = topk_weights.masked_fill(places < 0, 0), places.clamp(min=0).to(topk_ids.dtype)
         apply(self, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map, **others)
 
-    owner.apply = apply_local
-
 
 def reset_generators_of_partial_prefills(gpu_model_runner: Any) -> None:
     """Reset the generator of a seeded request whose prompt has been processed only in part.
@@ -267,11 +245,9 @@ def reset_generators_of_partial_prefills(gpu_model_runner: Any) -> None:
     Such a request has drawn one random number too many. vLLM moves its generator back by an offset, which a CPU
     generator does not support. The request has not generated any token yet, so that its initial state is correct.
     """
-    runner = gpu_model_runner.GPUModelRunner
-    bookkeep = runner._bookkeeping_sync
 
-    @functools.wraps(bookkeep)
-    def reset_and_bookkeep(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @wrap(gpu_model_runner.GPUModelRunner, "_bookkeeping_sync")
+    def reset_and_bookkeep(bookkeep: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         generators = self.input_batch.generators
         partial = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
         reset = {index: generators.pop(index) for index in partial if index in generators}
@@ -280,8 +256,6 @@ def reset_generators_of_partial_prefills(gpu_model_runner: Any) -> None:
         result = bookkeep(self, *args, **kwargs)
         generators.update(reset)
         return result
-
-    runner._bookkeeping_sync = reset_and_bookkeep
 
 
 def fix_first_runner(gpu_model_runner: Any) -> None:
@@ -305,15 +279,11 @@ def prefer_the_given_cache_size(cpu: Any) -> None:
 
 def select_optimizer_states_for_the_cpu(hybrid_optimizer: Any) -> None:
     """Let Megatron's optimizer with states on the CPU copy its share of the parameters, though all are on the CPU."""
-    optimizer = hybrid_optimizer.HybridDeviceOptimizer
-    select = optimizer._get_sub_optimizer_param_groups
 
-    @functools.wraps(select)
-    def select_on_one_device(self: Any, offload_fraction: float) -> Any:
+    @wrap(hybrid_optimizer.HybridDeviceOptimizer, "_get_sub_optimizer_param_groups")
+    def select_on_one_device(select: Any, self: Any, offload_fraction: float) -> Any:
         with _TensorsOnDevice():
             return select(self, offload_fraction)
-
-    optimizer._get_sub_optimizer_param_groups = select_on_one_device
 
 
 class _TensorsOnDevice(TorchFunctionMode):

@@ -7,7 +7,6 @@ of cached blocks, and the scheduler attaches rows to completions. This module co
 
 from __future__ import annotations
 
-import functools
 from contextlib import nullcontext
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
@@ -15,22 +14,19 @@ from typing import Any
 
 import numpy as np
 
-from swift_megatron_grpo.runtime.replaced import replaced
+from swift_megatron_grpo.runtime.replaced import replaced, wrap
 
 
 def allow_first_runner(config: ModuleType) -> None:
     """Make vLLM's check accept the first model runner; everything else that it checks stays checked."""
     owner: Any = vars(config)["VllmConfig"]
-    verify = owner._verify_aux_output_compatibility
 
-    @functools.wraps(verify)
-    def verify_without_runner(self: Any) -> None:
+    @wrap(owner, "_verify_aux_output_compatibility")
+    def verify_without_runner(verify: Any, self: Any) -> None:
         with replaced(owner, "use_v2_model_runner", True):
             verify(self)
         if self.aux_output_config.enabled:
             self.scheduler_config.async_scheduling = False  # the copies of a step's rows would need streams
-
-    owner._verify_aux_output_compatibility = verify_without_runner
 
 
 class _Capture:
@@ -69,17 +65,18 @@ class _Capture:
 def capture_in_first_runner(gpu_model_runner: Any) -> None:
     """Call vLLM's connector from the first model runner, at the places where the second one calls it."""
     runner = gpu_model_runner.GPUModelRunner
-    initialize, execute, sample = runner.initialize_kv_cache, runner.execute_model, runner.sample_tokens
     captures: dict[int, _Capture] = {}  # by runner, of which a process has one for its whole life
 
-    @functools.wraps(initialize)
-    def initialize_and_bind(self: Any, kv_cache_config: Any, is_profiling: bool = False, **kwargs: Any) -> None:
+    @wrap(runner, "initialize_kv_cache")
+    def initialize_and_bind(
+        initialize: Any, self: Any, kv_cache_config: Any, is_profiling: bool = False, **kwargs: Any
+    ) -> None:
         initialize(self, kv_cache_config, is_profiling, **kwargs)
         if self.vllm_config.aux_output_config.enabled and not is_profiling:
             captures[id(self)] = _Capture(self, kv_cache_config)
 
-    @functools.wraps(execute)
-    def execute_and_capture(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    @wrap(runner, "execute_model")
+    def execute_and_capture(execute: Any, self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         capture = captures.get(id(self))
         if capture is not None:
             capture.connector.begin_step(scheduler_output.aux_output_connector_metadata)
@@ -88,13 +85,10 @@ def capture_in_first_runner(gpu_model_runner: Any) -> None:
             capture.run(self)
         return result
 
-    @functools.wraps(sample)
-    def sample_and_attach(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @wrap(runner, "sample_tokens")
+    def sample_and_attach(sample: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         output = sample(self, *args, **kwargs)
         capture = captures.get(id(self))
         if capture is not None:
             capture.attach(output)
         return output
-
-    runner.initialize_kv_cache, runner.execute_model = initialize_and_bind, execute_and_capture
-    runner.sample_tokens = sample_and_attach

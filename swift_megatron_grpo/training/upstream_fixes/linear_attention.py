@@ -30,7 +30,7 @@ tests/dist/test_sequence_bounds.py counts the tensors that the kernels get.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import wraps
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -47,6 +47,8 @@ from megatron.core.ssm.mamba_context_parallel import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
+
+from swift_megatron_grpo.runtime.replaced import replaced, wrap
 
 
 def unmark_gathered_projections(models: Iterable[torch.nn.Module]) -> None:
@@ -72,7 +74,6 @@ def finalize_gradients(models: Sequence[torch.nn.Module], *args: Any, **options:
 
 
 def delta_nets(models: Iterable[torch.nn.Module]) -> list[GatedDeltaNet]:
-    """Return the gated delta nets of these models."""
     return [module for model in models for module in model.modules() if isinstance(module, GatedDeltaNet)]
 
 
@@ -94,21 +95,12 @@ def supply_context_parallelism() -> None:
     gated_delta_net.tensor_a2a_cp2hp = _tokens_to_heads
     gated_delta_net.tensor_a2a_hp2cp = _heads_to_tokens
     gated_delta_net.GatedDeltaNet.cp_size = property(lambda net: net.pg_collection.cp.size())
-    check = TransformerConfig.__post_init__
 
-    @wraps(check)
-    def check_as_one_rank(config: Any) -> None:
-        if config.experimental_attention_variant != "gated_delta_net":
+    @wrap(TransformerConfig, "__post_init__")
+    def check_as_one_rank(check: Any, config: Any) -> None:
+        is_delta_net = config.experimental_attention_variant == "gated_delta_net"
+        with replaced(config, "context_parallel_size", 1) if is_delta_net else nullcontext():
             check(config)
-            return
-        size = config.context_parallel_size
-        config.context_parallel_size = 1
-        try:
-            check(config)
-        finally:
-            config.context_parallel_size = size
-
-    TransformerConfig.__post_init__ = check_as_one_rank
 
 
 def _tokens_to_heads(x: torch.Tensor, seq_dim: int, head_dim: int, cp_group: dist.ProcessGroup) -> torch.Tensor:
