@@ -52,30 +52,32 @@ class FlopsModel:
         kv_channels: int | None = None,
         gated_linear_unit: bool = True,
         delta_nets: DeltaNets | None = None,
+        expert_layers: int = 0,
+        experts_width: int = 0,
     ) -> FlopsModel:
         """Return the model of a decoder with softmax attention in every layer, but for those with a delta net.
 
-        A multiplication and an addition count as two FLOPs. Names are Megatron's. For a mixture of experts,
-        ffn_hidden_size is the width that one token passes through: the sum over its routed and shared experts. A causal
-        mask leaves half of the t * t attention scores.
+        A multiplication and an addition count as two FLOPs. Names are Megatron's. In the `expert_layers` of a mixture
+        of experts, a token passes through `experts_width`: the sum over its routed and shared experts. A causal mask
+        leaves half of the t * t attention scores.
         """
         head_size = kv_channels or hidden_size // num_attention_heads
         queries = num_attention_heads * head_size
         keys_and_values = 2 * (num_query_groups or num_attention_heads) * head_size
         projections = hidden_size * (2 * queries + keys_and_values)  # q, k, v and the output
-        feed_forward = hidden_size * ffn_hidden_size * (3 if gated_linear_unit else 2)
+        widths = (num_layers - expert_layers) * ffn_hidden_size + expert_layers * experts_width
+        feed_forward = hidden_size * widths * (3 if gated_linear_unit else 2)
         scores_and_mix = 2 * queries / 2
         linear_layers = 0 if delta_nets is None else delta_nets.layers
         in_delta_nets = 0 if delta_nets is None else delta_nets.products_per_token(hidden_size)
         full_layers = num_layers - linear_layers
         return cls(
-            per_token=2.0 * (full_layers * projections + linear_layers * in_delta_nets + num_layers * feed_forward),
+            per_token=2.0 * (full_layers * projections + linear_layers * in_delta_nets + feed_forward),
             per_token_squared=2.0 * full_layers * scores_and_mix,
             per_completion_token=2.0 * hidden_size * vocab_size,
         )
 
     def of_sequence(self, tokens: int, completion_tokens: int) -> float:
-        """Return the FLOPs of one sequence."""
         linear = self.per_token + self.per_token_squared * tokens
         return linear * tokens + self.per_completion_token * completion_tokens
 
@@ -100,7 +102,6 @@ class VisionTowerFlops:
     window: int  # patches
 
     def of_image(self, patches: int) -> float:
-        """Return the FLOPs of an image of so many patches."""
         projections = self.hidden_size * (4 * self.hidden_size + 2 * self.ffn_hidden_size)
         attended = self.full_layers * patches + (self.layers - self.full_layers) * min(self.window, patches)
         return 2.0 * patches * (self.layers * projections + 2 * self.hidden_size * attended)

@@ -12,6 +12,7 @@ from mcore_bridge import ModelConfig
 from swift_megatron_grpo.packing.bundles import SampleWork, plan_within, shared_if_worth_it
 from swift_megatron_grpo.packing.flops import DeltaNets, FlopsModel, VisionTowerFlops
 from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count, refill, regroup
+from swift_megatron_grpo.packing.routing import layers_with_experts
 from swift_megatron_grpo.packing.segments import groups_of
 from swift_megatron_grpo.runtime.parallel import RankPosition
 from swift_megatron_grpo.types import Sample
@@ -42,7 +43,6 @@ class Planner:
         self._group_size = group_size  # micro batches that Megatron's interleaved schedule processes together
 
     def plan(self, samples: Sequence[Sample], settings: EngineSettings) -> StepPlan:
-        """Plan the micro batches of training."""
         if settings.max_tokens is not None:
             return self._plan_within(settings.max_tokens, samples, self._parallel.dp_size, self._group_size, settings)
         plan = plan_by_count(len(samples), self._parallel.dp_size, settings.micro_batch_size)
@@ -115,20 +115,22 @@ class Planner:
 
 
 def _flops_model(config: ModelConfig) -> FlopsModel:
-    if config.num_moe_experts is None:
-        width = config.ffn_hidden_size
-    else:
+    experts: dict[str, int] = {}
+    if config.num_moe_experts is not None:
         width = config.moe_router_topk * config.moe_ffn_hidden_size + (config.moe_shared_expert_intermediate_size or 0)
+        layers = layers_with_experts(config.num_layers, config.moe_layer_freq)
+        experts = {"expert_layers": len(layers), "experts_width": width}
     return FlopsModel.of_transformer(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
-        ffn_hidden_size=width,
+        ffn_hidden_size=config.ffn_hidden_size or 0,
         num_attention_heads=config.num_attention_heads,
         vocab_size=config.padded_vocab_size,
         num_query_groups=config.num_query_groups,
         kv_channels=config.kv_channels,
         gated_linear_unit=config.gated_linear_unit,
         delta_nets=_delta_nets(config),
+        **experts,
     )
 
 

@@ -149,18 +149,18 @@ def flops_of(text: Mapping[str, Any], decoder: Decoder) -> FlopsModel:
     if decoder.delta_layers:
         names = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
         nets = DeltaNets(len(decoder.delta_layers), *(text[name] for name in names))
-    active = decoder.experts_per_token * decoder.expert_ffn + decoder.shared_ffn
-    share = len(decoder.expert_layers) / decoder.layers
     head = decoder.queries // heads
     return FlopsModel.of_transformer(
         num_layers=decoder.layers,
         hidden_size=decoder.hidden,
-        ffn_hidden_size=round(share * active + (1 - share) * decoder.ffn),
+        ffn_hidden_size=decoder.ffn,
         num_attention_heads=heads,
         vocab_size=decoder.vocabulary,
         num_query_groups=decoder.keys // head,
         kv_channels=head,
         delta_nets=nets,
+        expert_layers=len(decoder.expert_layers),
+        experts_width=decoder.experts_per_token * decoder.expert_ffn + decoder.shared_ffn,
     )
 
 

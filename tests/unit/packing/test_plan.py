@@ -347,6 +347,8 @@ def test_flops_of_one_layer_by_hand() -> None:
     grouped = layers(num_layers=3, num_query_groups=1, kv_channels=6)
     assert grouped == FlopsModel(3 * 2 * (8 * (12 + 6 + 6 + 12) + 3 * 128), 3 * 2 * 12, 160)
     assert plain.of_sequence(3, 2) == 3 * 1024 + 9 * 16 + 2 * 160
+    mixture = layers(num_layers=3, expert_layers=2, experts_width=4)
+    assert mixture == FlopsModel(2 * (3 * 4 * 64 + 8 * (16 + 2 * 4) * 3), 3 * 2 * 8, 160)
 
 
 def test_flops_of_delta_nets_by_hand() -> None:
