@@ -5,11 +5,7 @@ from __future__ import annotations
 from swift_megatron_grpo import SWITCH, __version__
 from swift_megatron_grpo.arguments.derived import DerivedArguments
 from swift_megatron_grpo.arguments.refused import notes_on_flags
-from swift_megatron_grpo.settings.adapter import Adapter
-from swift_megatron_grpo.settings.algorithm import Algorithm
-from swift_megatron_grpo.settings.asynchronous import Asynchronous
-from swift_megatron_grpo.settings.parallel import expert_size_notes
-from swift_megatron_grpo.settings.routing import Routing
+from swift_megatron_grpo.settings import adapter, algorithm, asynchronous, parallel, routing
 from swift_megatron_grpo.settings.sampling import Evaluation, Sampling
 from swift_megatron_grpo.settings.servers import Engine, Servers
 from swift_megatron_grpo.weights.load import quantization
@@ -23,15 +19,15 @@ def start_up_lines(args: DerivedArguments) -> list[str]:
         *sizes.table(args.max_tokens_per_micro_batch),
         *sizes.notes(),
         *notes_on_flags(vars(args), args.defaults()),
-        *expert_size_notes(args.layout, args.model_shape),
+        *parallel.expert_size_notes(args.layout, args.model_shape),
         *args.of(Sampling).notes(args.longest_completion),
-        *args.of(Adapter).notes(),
+        *args.of(adapter.Adapter).notes(),
         *args.of(Engine).notes(),
         *args.of(Evaluation).notes(list(dict.fromkeys(args.evaluation_names.values()))),
-        *args.of(Asynchronous).notes(),
+        *args.of(asynchronous.Asynchronous).notes(),
         *_quantization_notes(args),
-        *args.of(Routing).notes(args.steps_per_rollout),
-        *args.of(Algorithm).notes(),
+        *args.of(routing.Routing).notes(args.steps_per_rollout),
+        *args.of(algorithm.Algorithm).notes(),
         *_template_notes(args),
         *args.notes_on_rows,
     ]

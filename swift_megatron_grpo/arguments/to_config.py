@@ -10,40 +10,25 @@ import torch
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 from swift_megatron_grpo.generation.protocol.api_key import read_api_key
 from swift_megatron_grpo.generation.protocol.model_identity import model_identity, position_identity, precision_identity
-from swift_megatron_grpo.settings.adapter import Adapter
-from swift_megatron_grpo.settings.asynchronous import Asynchronous
-from swift_megatron_grpo.settings.batches import BatchSizes
-from swift_megatron_grpo.settings.config import (
-    EvaluationConfig,
-    GradingConfig,
-    GRPOConfig,
-    MultiTurnConfig,
-    SavedParts,
-    ServerConfig,
-    VllmConfig,
-)
-from swift_megatron_grpo.settings.images import Images
-from swift_megatron_grpo.settings.positions import Positions
-from swift_megatron_grpo.settings.routing import Routing
+from swift_megatron_grpo.settings import adapter, asynchronous, batches, config, images, positions, routing, time_limits
 from swift_megatron_grpo.settings.sampling import Evaluation, Sampling
 from swift_megatron_grpo.settings.servers import Servers
-from swift_megatron_grpo.settings.time_limits import Trace
 
 _BUCKET_VARIABLE = "SWIFT_UPDATE_WEIGHTS_BUCKET_SIZE"  # ms-swift's, in MiB
 
 
-def configure(args: GRPOArguments) -> GRPOConfig:
+def configure(args: GRPOArguments) -> config.GRPOConfig:
     """Return the settings of all stages. Call it after ms-swift has finished parsing."""
     plan, evaluation = args.batch_sizes(), args.of(Evaluation)
     turns = None if args.uses_servers else args.multi_turn_scheduler
-    return GRPOConfig.of(
+    return config.GRPOConfig.of(
         vars(args),
         batch=plan,
         sampling=args.of(Sampling).settings(),
         vllm=_vllm(args, plan),
         server=configure_server(args),
-        turns=None if turns is None else MultiTurnConfig(turns, args.max_turns, args.gym_env),
-        grading=GradingConfig(
+        turns=None if turns is None else config.MultiTurnConfig(turns, args.max_turns, args.gym_env),
+        grading=config.GradingConfig(
             num_generations=args.num_generations,
             reward_names=args.reward_names,
             reward_weights=tuple(map(float, args.reward_weights or [1.0] * len(args.reward_names))),
@@ -53,7 +38,7 @@ def configure(args: GRPOArguments) -> GRPOConfig:
             overlong_filter=args.overlong_filter,
             max_resample_times=args.max_resample_times if args.dynamic_sample else 0,
         ),
-        evaluation=EvaluationConfig(
+        evaluation=config.EvaluationConfig(
             sampling=evaluation.sampling(args.of(Sampling)),
             num_generations=evaluation.generations,
             prompts_at_once=args.evaluated_at_once,
@@ -63,21 +48,21 @@ def configure(args: GRPOArguments) -> GRPOConfig:
             correct_from=args.eval_correct_from,
             names=args.evaluation_names,
         ),
-        vision_tower_share=args.of(Images).trained_share(args.most_images),
+        vision_tower_share=args.of(images.Images).trained_share(args.most_images),
         saved=_saved_parts(args),
         vocabulary=model_identity(args.model_config)["vocab_size"],
-        max_staleness=args.of(Asynchronous).rollouts_ahead,
-        trace_steps=args.of(Trace).steps,
+        max_staleness=args.of(asynchronous.Asynchronous).rollouts_ahead,
+        trace_steps=args.of(time_limits.Trace).steps,
     )
 
 
-def _saved_parts(args: GRPOArguments) -> SavedParts:
+def _saved_parts(args: GRPOArguments) -> config.SavedParts:
     in_megatron_format = not (args.save_safetensors and args.no_save_optim)
     merged = args.save_safetensors and args.has_adapter and args.merge_lora
     states = [args.exp_avg_dtype, args.exp_avg_sq_dtype] if args.optimizer == "adam" else []
     if args.torch_dtype != torch.float32 or args.use_distributed_optimizer:
         states.append(args.main_params_dtype)  # otherwise the model's own weights are updated
-    return SavedParts(
+    return config.SavedParts(
         adapter_only=args.has_adapter,
         copies=in_megatron_format + (args.save_safetensors and not merged),
         merged_copies=int(merged),
@@ -86,10 +71,10 @@ def _saved_parts(args: GRPOArguments) -> SavedParts:
     )
 
 
-def _vllm(args: GRPOArguments, plan: BatchSizes) -> VllmConfig:
+def _vllm(args: GRPOArguments, plan: batches.BatchSizes) -> config.VllmConfig:
     completions_per_engine = -(-plan.generation_batch_size // plan.layout.world_size) * args.vllm_tensor_parallel_size
     media = {"image": args.most_images, "video": 0}  # vLLM builds no vision tower without images
-    return VllmConfig(
+    return config.VllmConfig(
         model_dir=args.model_dir,
         model_type=args.model_type,
         dtype=args.torch_dtype,
@@ -105,25 +90,25 @@ def _vllm(args: GRPOArguments, plan: BatchSizes) -> VllmConfig:
         engine_kwargs=args.vllm_engine_kwargs or {},
         sleep_level=args.sleep_level,
         seed=args.seed,
-        lora_rank=args.of(Adapter).slot,
-        hf_overrides=args.of(Positions).overrides(args.model_config),
-        returns_experts=args.of(Routing).requested(1) > 0,
+        lora_rank=args.of(adapter.Adapter).slot,
+        hf_overrides=args.of(positions.Positions).overrides(args.model_config),
+        returns_experts=args.of(routing.Routing).requested(1) > 0,
         quantization=args.rollout_quantization,
         has_experts=args.model_shape.experts is not None,
     )
 
 
 def _positions(args: GRPOArguments) -> dict[str, Any]:
-    overrides = args.of(Positions).overrides(args.model_config)
+    overrides = args.of(positions.Positions).overrides(args.model_config)
     return position_identity({**args.model_config, **overrides})
 
 
-def configure_server(args: GRPOArguments) -> ServerConfig | None:
+def configure_server(args: GRPOArguments) -> config.ServerConfig | None:
     """Return the settings of the rollout servers; None: vLLM runs in the training processes."""
     if not args.uses_servers:
         return None
     servers = args.of(Servers)
-    return ServerConfig(
+    return config.ServerConfig(
         urls=servers.urls,
         group_ports=servers.group_ports,
         timeout=args.vllm_server_timeout,
@@ -135,6 +120,6 @@ def configure_server(args: GRPOArguments) -> ServerConfig | None:
         lora_rank=args.lora_rank if args.vllm_enable_lora else None,
         turns=servers.turns,
         images=args.most_images,
-        returns_experts=args.of(Routing).requested(1) > 0,
+        returns_experts=args.of(routing.Routing).requested(1) > 0,
         quantization=args.rollout_quantization,
     )

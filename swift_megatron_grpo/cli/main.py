@@ -52,7 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(name: str, words: Sequence[str]) -> int:
-    """Run one subcommand."""
     parser = parser_of(name)
     if name == "check" and list(words) not in ([], ["--help"], ["-h"]):  # everything else goes to ms-swift's parser
         words = ["--", *words]
@@ -65,7 +64,6 @@ def run(name: str, words: Sequence[str]) -> int:
 
 
 def parser_of(name: str) -> Parser:
-    """Return the parser of a subcommand."""
     module = _module(name)
     parser = Parser(f"{PROGRAM} {name}", module.__doc__ or "")
     module.add_arguments(parser)

@@ -28,7 +28,6 @@ class Resampled(NamedTuple):
 
 
 def has_spread(group: Sequence[Graded]) -> bool:
-    """Return True if the valid rewards of the group differ."""
     return standard_deviation(valid([graded.reward for graded in group])) > 0
 
 

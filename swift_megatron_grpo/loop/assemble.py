@@ -218,7 +218,6 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, fi
 
 
 def _reports(run: RunInputs) -> bool:
-    """Return True on the rank that reports to trackers."""
     return run.coordinator.rank == run.coordinator.world_size - 1
 
 
@@ -279,7 +278,6 @@ def prompt_source(config: GRPOConfig, run: RunInputs, spare: bool = False, taken
 
 
 def evaluation(config: GRPOConfig, template: Any, rows: Any, loop: GRPOLoop) -> Evaluation:
-    """Return the evaluation on the rows of the validation datasets."""
     system = template.template_meta.default_system
     datasets = {
         name: PromptSource(part, config.data.seed, False, system, label=f"{name}-")

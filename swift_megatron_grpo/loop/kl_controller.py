@@ -34,7 +34,6 @@ class KlController:
         return self.config.kl_target is not None
 
     def save(self, folder: str) -> None:
-        """Write an adapted beta to a checkpoint."""
         if self.adapts:
             Path(folder, _FILE).write_text(json.dumps({"beta": self.value}), encoding="utf-8")
 

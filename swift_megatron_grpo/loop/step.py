@@ -151,7 +151,6 @@ class GRPOLoop:
         return result
 
     def _update(self, samples: list[Sample], step: StepContext) -> None:
-        """Run the optimizer step on these samples."""
         training = self.stages.training
         if not any(any(sample.completion_mask) for sample in samples):
             logger.warning(

@@ -120,12 +120,7 @@ class TrainingBatches:
                 sample.old_logprobs = sample.rollout_logprobs
 
     def _queue(
-        self,
-        number: int,
-        graded: Sequence[Graded],
-        batches: list[list[Sample]],
-        from_engine: bool,
-        step: StepContext,
+        self, number: int, graded: Sequence[Graded], batches: list[list[Sample]], from_engine: bool, step: StepContext
     ) -> None:
         """Add reference log-probs, and queue a batch for each optimizer step: `num_iterations` times all of them."""
         reference = self._stages.reference

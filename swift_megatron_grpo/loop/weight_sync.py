@@ -13,19 +13,9 @@ from swift_megatron_grpo.loop.step_context import PhaseTimer
 from swift_megatron_grpo.runtime.parallel import Coordinator
 from swift_megatron_grpo.settings.adapter import Adapter
 from swift_megatron_grpo.training.memory.residency import Residency
+from swift_megatron_grpo.weights import verify
 from swift_megatron_grpo.weights.export.export import WeightExport
 from swift_megatron_grpo.weights.transport.held_weights import WorkerWeights
-from swift_megatron_grpo.weights.verify import (
-    BOUNDS,
-    QUANTIZED_BOUND,
-    Difference,
-    Manifest,
-    Problem,
-    TensorSpec,
-    changed_specs,
-    compare_with_sent,
-    describe,
-)
 
 
 class EngineHasOtherWeights(RuntimeError):
@@ -36,10 +26,10 @@ class EngineHasOtherWeights(RuntimeError):
 class _Attempt:
     """One transfer and the result of its check, the same on every rank."""
 
-    manifest: Manifest | None  # None: nothing was sent, because the servers that needed weights are lost
-    problems: list[Problem]
+    manifest: verify.Manifest | None  # None: nothing was sent, because the servers that needed weights are lost
+    problems: list[verify.Problem]
     unreadable: set[str]
-    difference: Difference
+    difference: verify.Difference
 
 
 class WeightSync:
@@ -62,10 +52,12 @@ class WeightSync:
         self.canary = canary
         self._coordinator = coordinator
         self._log = log
-        self._bound = BOUNDS[config.torch_dtype] if config.rollout_quantization == "none" else QUANTIZED_BOUND
+        self._bound = (
+            verify.BOUNDS[config.torch_dtype] if config.rollout_quantization == "none" else verify.QUANTIZED_BOUND
+        )
         # an adapter's tensors are scaled and fused
         self._reads_back = config.sync_check != "off" and export.adapter is None
-        self._specs: dict[str, TensorSpec] | None = None  # of the last sync that passed
+        self._specs: dict[str, verify.TensorSpec] | None = None  # of the last sync that passed
         self._usual: float | None = None  # the largest mean difference of the syncs that passed
 
     @property
@@ -116,7 +108,7 @@ class WeightSync:
             self._coordinator.all_gather_or_raise(lambda: self._engine.needs_weights(version), "reaching the engines")
         )
 
-    def _load(self, version: int, timer: PhaseTimer, full: bool) -> tuple[Manifest | None, bool]:
+    def _load(self, version: int, timer: PhaseTimer, full: bool) -> tuple[verify.Manifest | None, bool]:
         """Send until every engine has these weights; servers may leave or join during a transfer.
 
         Returns the manifest of the last transfer (None if nothing was sent) and whether checksums were collected: if
@@ -126,7 +118,7 @@ class WeightSync:
         with timer("weight_sync"):
             while self._any_needs_weights(version):
                 full = self._reads_back and (full or any(self._coordinator.all_gather(self._engine.is_new)))
-                manifest = Manifest(self._config.torch_dtype if full else None)
+                manifest = verify.Manifest(self._config.torch_dtype if full else None)
                 self._residency.for_weight_sync()
                 self._engine.load_weights(
                     manifest.record(self.export()), version, self.export.adapter, collect_checksums=full
@@ -143,7 +135,7 @@ class WeightSync:
                 expected = self.canary.logprobs()  # here, while the policy is on the GPU
             self._wake_cache(timer)
             with timer("sync_check"):
-                problems = list[Problem]()
+                problems = list[verify.Problem]()
                 unreadable = set[str]()
                 if manifest is not None:
                     problems += self._export_problems(manifest)
@@ -154,9 +146,9 @@ class WeightSync:
             if differences:
                 bound = self._bound
                 beyond = {place: value for place, value in differences.items() if bound.exceeded(value, self._usual)}
-                message = bound.exceeded(Difference.largest(beyond.values()), self._usual) or ""
-                problems += [Problem(engine, message, numbers_only=True) for engine in beyond]
-                return _Attempt(manifest, problems, unreadable, Difference.largest(differences.values()))
+                message = bound.exceeded(verify.Difference.largest(beyond.values()), self._usual) or ""
+                problems += [verify.Problem(engine, message, numbers_only=True) for engine in beyond]
+                return _Attempt(manifest, problems, unreadable, verify.Difference.largest(differences.values()))
             self._log.warning(f"every server with weights {version} was lost during the check; they are sent again")
             full = True  # the next servers are new
 
@@ -169,7 +161,7 @@ class WeightSync:
         problems = first.problems
         if self._reads_back and second.manifest is not None:
             problems = problems + self._tensor_problems(second.manifest, held)[0]
-        failure = f"First attempt:\n{describe(problems)}"
+        failure = f"First attempt:\n{verify.describe(problems)}"
         if not second.problems:
             self._log.warning(f"weight sync {version} failed its check, was repeated, and then passed. {failure}")
             return self._accept(second)
@@ -189,7 +181,7 @@ class WeightSync:
                 )
         raise EngineHasOtherWeights(
             f"weight sync {version} failed its check twice: the engine does not run the trainer's weights, and nothing "
-            f"was generated. {failure}\nSecond attempt:\n{describe(second.problems)}{advice}"
+            f"was generated. {failure}\nSecond attempt:\n{verify.describe(second.problems)}{advice}"
         )
 
     def _accept(self, attempt: _Attempt) -> dict[str, float]:
@@ -215,18 +207,18 @@ class WeightSync:
 
     # ---- problems: collective over ranks, with the same result on each
 
-    def _export_problems(self, manifest: Manifest) -> list[Problem]:
-        problems = changed_specs(self._specs, manifest.specs) if self._specs is not None else []
+    def _export_problems(self, manifest: verify.Manifest) -> list[verify.Problem]:
+        problems = verify.changed_specs(self._specs, manifest.specs) if self._specs is not None else []
         adapted = self.export.adapted_count
         merged = self.export.pop_merged_count()
         if merged != adapted and self.export.adapter is None:
             message = f"{adapted - merged} of {adapted} adapters were not merged into the weights sent"
-            problems.append(Problem(f"rank {self._coordinator.rank}", message))
+            problems.append(verify.Problem(f"rank {self._coordinator.rank}", message))
         gathered = self._coordinator.all_gather((problems, adapted))
         problems = list(chain.from_iterable(of_rank for of_rank, _ in gathered))
         if self._config.exists and not any(count for _, count in gathered):
             problems.append(
-                Problem("trainer", "the run has an adapter, but it is bound to no module (--target_modules)")
+                verify.Problem("trainer", "the run has an adapter, but it is bound to no module (--target_modules)")
             )
         return problems
 
@@ -237,19 +229,21 @@ class WeightSync:
         return [worker for workers in gathered for worker in workers if worker.engine in engines]
 
     def _tensor_problems(
-        self, manifest: Manifest, held_weights: Iterable[WorkerWeights]
-    ) -> tuple[list[Problem], set[str]]:
-        compared = compare_with_sent(manifest.specs, manifest.checksums(), held_weights)
+        self, manifest: verify.Manifest, held_weights: Iterable[WorkerWeights]
+    ) -> tuple[list[verify.Problem], set[str]]:
+        compared = verify.compare_with_sent(manifest.specs, manifest.checksums(), held_weights)
         problems, unreadable = zip(*self._coordinator.all_gather(compared), strict=True)
         return list(chain.from_iterable(problems)), set().union(*unreadable)
 
     def _logprob_differences(
         self, expected: Sequence[Sequence[float]], scores: Callable[[], dict[str, list[float]]]
-    ) -> dict[str, Difference]:
+    ) -> dict[str, verify.Difference]:
         """Return the difference of every engine's log-probs from those of the data-parallel rank farthest from it."""
         gathered = self._coordinator.all_gather_or_raise(scores, "scoring a fixed text on the engines")
         return {
-            engine: Difference.largest(Difference.of(self.canary.compared(logprobs), of_rank) for of_rank in expected)
+            engine: verify.Difference.largest(
+                verify.Difference.of(self.canary.compared(logprobs), of_rank) for of_rank in expected
+            )
             for scores in gathered
             for engine, logprobs in scores.items()
         }

@@ -36,7 +36,6 @@ class SampleWork:
     cost: FlopsModel
 
     def tokens(self, bundle: range, shared: int) -> int:
-        """Return the packed tokens of a bundle."""
         return sum(self.lengths[i] for i in bundle) - shared * (len(bundle) - 1)
 
     def flops(self, bundle: range, shared: int) -> float:

@@ -31,7 +31,6 @@ class Normalisers:
 
 
 def count(samples: Sequence[Sample]) -> Normalisers:
-    """Count the samples of a whole step."""
     trained = [sum(sample.completion_mask) for sample in samples]
     in_loss = [tokens + sample.left_out for tokens, sample in zip(trained, samples, strict=True)]
     return Normalisers(

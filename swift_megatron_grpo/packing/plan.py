@@ -30,7 +30,6 @@ class StepPlan:
         return len(self.assignment[0])
 
     def samples_of_ranks(self) -> list[tuple[int, ...]]:
-        """Return the samples of every rank, in the order of its micro batches."""
         return [tuple(i for batch in rank for i in batch) for rank in self.assignment]
 
 
@@ -241,13 +240,7 @@ def fewest_bins(sizes: Sequence[int], room: int) -> int:
 
 
 def assign(
-    order: Sequence[int],
-    sizes: Sequence[int],
-    work: Sequence[float],
-    room: int,
-    ranks: int,
-    per_rank: int,
-    evenly: int,
+    order: Sequence[int], sizes: Sequence[int], work: Sequence[float], room: int, ranks: int, per_rank: int, evenly: int
 ) -> list[list[int]] | None:
     """Assign items, in `order`, to the rank with the least work.
 

@@ -53,12 +53,10 @@ class PackedLayout:
 
     @property
     def lengths(self) -> list[int]:
-        """Return the padded tokens of each segment."""
         return [segment.room for segment in self.segments]
 
     @property
     def shares(self) -> bool:
-        """True if any prompt is shared."""
         return any(segment.prefix is not None for segment in self.segments)
 
     def places(self, number: int) -> torch.Tensor:

@@ -10,7 +10,6 @@ FLASH_PACKAGES = ("flash_attn", "flash_attn_interface", "flash_attn_3", "flash_a
 
 
 def has_flash_attention() -> bool:
-    """Return True if one of the packages is installed."""
     return any(find_spec(package) is not None for package in FLASH_PACKAGES)
 
 

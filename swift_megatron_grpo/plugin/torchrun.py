@@ -30,7 +30,6 @@ _STOPPED = {128 + number for number in _SIGNALS}  # exit codes of a rank that ha
 
 
 def hook_torchrun(args: list[str]) -> None:
-    """Install the hooks in a process of torchrun; `args` are those of the ranks."""
     grace = DEFAULT_GRACE
     with suppress(TypeError, ValueError):  # the ranks refuse other values, with a message
         grace = float(parse_flag(args, "stop_grace") or "")

@@ -106,7 +106,6 @@ class Coordinator:
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """Sum over all ranks, in place."""
     dist.all_reduce(values, op=dist.ReduceOp.SUM)
     return values
 

@@ -7,17 +7,11 @@ from typing import Any, Literal
 
 import torch
 
+from swift_megatron_grpo.settings import algorithm, batches, flag, losses, run, time_limits, trained
 from swift_megatron_grpo.settings.adapter import Adapter
-from swift_megatron_grpo.settings.algorithm import ScaleRewards
-from swift_megatron_grpo.settings.batches import BatchSizes, MicroBatches
-from swift_megatron_grpo.settings.flag import Flags
-from swift_megatron_grpo.settings.losses import Kl, LossConfig
 from swift_megatron_grpo.settings.recording import CompletionLogging, Recording
 from swift_megatron_grpo.settings.reference import Reference
 from swift_megatron_grpo.settings.routing import Routing
-from swift_megatron_grpo.settings.run import Data
-from swift_megatron_grpo.settings.time_limits import TimeLimits
-from swift_megatron_grpo.settings.trained import Offloading
 from swift_megatron_grpo.types import Quantization
 
 BadRewardPolicy = Literal["stop", "drop"]
@@ -118,7 +112,7 @@ class GradingConfig:
     num_generations: int
     reward_names: tuple[str, ...]  # those of --reward_funcs, each of them once
     reward_weights: tuple[float, ...]  # one per reward function
-    scale_rewards: ScaleRewards
+    scale_rewards: algorithm.ScaleRewards
     bad_reward: BadRewardPolicy
     estimator: str = "grpo"
     overlong_filter: bool = False  # truncated completions count in baselines but are not trained
@@ -150,23 +144,23 @@ class SavedParts:
     optimizer_bytes: int  # for each trained weight
 
 
-class GRPOConfig(Flags):
+class GRPOConfig(flag.Flags):
     """All settings of one run: classes of flags, as their stages read them, and what follows from several."""
 
     num_iterations: int  # number of times each completion is trained
     top_entropy_quantile: float  # share of tokens, of the highest entropy, in the policy loss
     rollout_logprobs_interval: int  # loop/rollout_queue.py
-    data: Data
+    data: run.Data
     adapter: Adapter
-    micro_batches: MicroBatches
-    offloading: Offloading
+    micro_batches: batches.MicroBatches
+    offloading: trained.Offloading
     log: CompletionLogging
-    kl: Kl
-    loss: LossConfig
+    kl: losses.Kl
+    loss: losses.LossConfig
     reference: Reference
-    deadlines: TimeLimits
+    deadlines: time_limits.TimeLimits
     routing: Routing
-    batch: BatchSizes
+    batch: batches.BatchSizes
     sampling: SamplingConfig
     vllm: VllmConfig
     server: ServerConfig | None  # None: vLLM runs in the training processes

@@ -184,7 +184,6 @@ def _read(group: Any) -> _Class:
 
 
 def _literals(hint: Any) -> list[Any]:
-    """Return the values of the Literals in a type."""
     kinds = [kind for kind in (hint, *typing.get_args(hint)) if typing.get_origin(kind) is Literal]
     return [choice for kind in kinds for choice in typing.get_args(kind)]
 

@@ -114,9 +114,7 @@ class Evaluation(Flags):
         None, "top_p of completions in evaluation. Default: --top_p.", example="0.95"
     )
     eval_max_completion_length: Annotated[int | None, AtLeast(1, use=512)] = flag(
-        None,
-        "Most tokens of a completion in evaluation. Default: --max_completion_length.",
-        example="8192",
+        None, "Most tokens of a completion in evaluation. Default: --max_completion_length.", example="8192"
     )
     eval_correct_reward: str | None = flag(
         None,

@@ -38,18 +38,9 @@ from swift_megatron_grpo.runtime.stopping.request import StoppedBySignal, last_l
 from swift_megatron_grpo.settings.config import GRPOConfig
 from swift_megatron_grpo.settings.trained import Trained
 from swift_megatron_grpo.trainer.start import Start, checkpoint_writer, next_save, resumed_from
-from swift_megatron_grpo.training.engine import MegatronEngine
+from swift_megatron_grpo.training import engine, passes, preparation, reference, trained_weights
 from swift_megatron_grpo.training.layers.attention_check import check_attention
-from swift_megatron_grpo.training.passes import Passes
-from swift_megatron_grpo.training.preparation import prepare_frozen, prepare_trained
-from swift_megatron_grpo.training.reference import ReferenceLayout, load_reference_adapter
-from swift_megatron_grpo.training.trained_weights import check_trained, saved_bytes
-from swift_megatron_grpo.training.upstream_fixes import hybrid_optimizer
-from swift_megatron_grpo.training.upstream_fixes.adapter_settings import (
-    adapter_settings_applied,
-    has_adapter_dropout,
-    seed_adapter_dropout,
-)
+from swift_megatron_grpo.training.upstream_fixes import adapter_settings, hybrid_optimizer
 from swift_megatron_grpo.training.upstream_fixes.linear_attention import supply_context_parallelism
 from swift_megatron_grpo.training.upstream_fixes.marks import mark_sharded_parameters
 from swift_megatron_grpo.training.upstream_fixes.result_queue import end_writers_with_rank
@@ -93,17 +84,13 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         args = self.args
         keep_joined(self.bridge, args.model_dir)
         mark_sharded_parameters(models)  # mcore-bridge chooses the layers of adapters by the marks
-        with adapter_settings_applied(), every_tensor_read(models[0].config, args.unread_tensors):
+        with adapter_settings.adapter_settings_applied(), every_tensor_read(models[0].config, args.unread_tensors):
             peft_models: list[Any] = super()._prepare_peft_model(models)
-            load_reference_adapter(self.bridge, models, self.settings.reference.adapter)
-        check_trained(models, frozen_by=args.of(Trained).freezing)
-        self._seeds_dropout = has_adapter_dropout(models)
-        note = prepare_trained(
-            models,
-            args.fast_kernels,
-            args.recompute_elementwise,
-            args.overlap_grad_reduce,
-            args.megatron_extra_kwargs,
+            reference.load_reference_adapter(self.bridge, models, self.settings.reference.adapter)
+        trained_weights.check_trained(models, frozen_by=args.of(Trained).freezing)
+        self._seeds_dropout = adapter_settings.has_adapter_dropout(models)
+        note = preparation.prepare_trained(
+            models, args.fast_kernels, args.recompute_elementwise, args.overlap_grad_reduce, args.megatron_extra_kwargs
         )
         self._kept = keep_untrained_tensors(self.bridge, self.config, args.model_dir, args.save_missing_weights)
         for line in filter(None, (note, self._kept.note if args.tuner_type == "full" or args.merge_lora else None)):
@@ -167,7 +154,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     def _checkpoint_bytes(self) -> float:
         """Estimate the bytes of a checkpoint that this rank writes."""
-        return saved_bytes(self.unwrapped_models, self.settings.saved, self._kept.bytes)
+        return trained_weights.saved_bytes(self.unwrapped_models, self.settings.saved, self._kept.bytes)
 
     def loaded_models(self) -> LoadedModels:
         return LoadedModels(
@@ -180,7 +167,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             reference=self.frozen_reference,
         )
 
-    def build_engine(self) -> MegatronEngine:
+    def build_engine(self) -> engine.MegatronEngine:
         return training_engine(self.settings, self.loaded_models())
 
     def save_checkpoint(self) -> None:
@@ -247,7 +234,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     def train_step(self, train_data_iterator: None) -> tuple[list[dict[str, torch.Tensor]], float, bool]:
         if self._seeds_dropout:
-            seed_adapter_dropout(self.args.seed, self.state.iteration)
+            adapter_settings.seed_adapter_dropout(self.args.seed, self.state.iteration)
         self._finish_checkpoints()
         metrics = self.loop.train_step()
         grad_norm = metrics.pop("grad_norm")
@@ -327,7 +314,7 @@ def load_frozen_reference(args: GRPOArguments, config: GRPOConfig, template: Tem
     if settings.beta == 0 or settings.model_dir is None:
         return None
     sizes = settings.layout(config.batch.layout)
-    layout = None if sizes is None else ReferenceLayout(sizes, args.ddp_timeout // 60)
+    layout = None if sizes is None else reference.ReferenceLayout(sizes, args.ddp_timeout // 60)
     with nullcontext() if layout is None else layout.active():
         of_copy = args.of_reference()
         models = get_mcore_model(of_copy, template.config)
@@ -339,5 +326,5 @@ def load_frozen_reference(args: GRPOArguments, config: GRPOConfig, template: Tem
             folder = safe_snapshot_download(settings.model_dir, use_hf=args.use_hf, hub_token=args.hub_token)
             with every_tensor_read(models[0].config, args.unread_tensors):
                 models[0].config.bridge.load_weights(models, folder)
-        prepare_frozen(models, args.fast_kernels)
-        return FrozenReference(Passes(models, reference_engine_settings(config)), layout)
+        preparation.prepare_frozen(models, args.fast_kernels)
+        return FrozenReference(passes.Passes(models, reference_engine_settings(config)), layout)

@@ -12,10 +12,7 @@ import torch
 from swift.template import Template
 from swift.utils import get_dist_setting, get_logger
 
-from swift_megatron_grpo.arguments.environment import check_weights, create_reward_functions
-from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
-from swift_megatron_grpo.arguments.resume import check_or_fall_back
-from swift_megatron_grpo.arguments.to_config import configure, configure_server
+from swift_megatron_grpo.arguments import environment, grpo_arguments, resume, to_config
 from swift_megatron_grpo.generation.local.engine_settings import check_engine_settings
 from swift_megatron_grpo.generation.protocol.model_identity import model_identity
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
@@ -47,20 +44,20 @@ class Start:
     locked: LockedFolders
 
 
-def start(args: GRPOArguments, template: Template) -> Start:
+def start(args: grpo_arguments.GRPOArguments, template: Template) -> Start:
     """Check what a run loads and reaches, then fix its settings. Every rank calls it."""
-    functions = create_reward_functions(args)  # may fail: first
+    functions = environment.create_reward_functions(args)  # may fail: first
     coordinator = Coordinator(timedelta(seconds=args.ddp_timeout))
     locked = LockedFolders(args.output_dir, args.of(Recording).dump, coordinator)
     _check_loaded(args, template, coordinator)
     stop = StopRequest(coordinator, args.stop_grace)
-    server, servers = configure_server(args), None
+    server, servers = to_config.configure_server(args), None
     if server is not None:
         sender = WeightSender(torch.device(torch.cuda.current_device()), server.bucket_bytes)
         servers = RemoteVllm(server, sender, coordinator.rank, stop.raise_if_out_of_time)
         environments_grade = coordinator.all_gather_or_raise(servers.check, "reaching the rollout servers")
         args.set_grading_of_servers(any(environments_grade))
-    settings = configure(args)
+    settings = to_config.configure(args)
     if servers is None and settings.recording.replay is None:
         check_engine_settings(settings.vllm)
     if args.of(Rewards).by_environment:
@@ -69,12 +66,12 @@ def start(args: GRPOArguments, template: Template) -> Start:
     return Start(settings, rewards, coordinator, stop, servers, locked)
 
 
-def _check_loaded(args: GRPOArguments, template: Template, coordinator: Coordinator) -> None:
+def _check_loaded(args: grpo_arguments.GRPOArguments, template: Template, coordinator: Coordinator) -> None:
     """Refuse checkpoints that are damaged or do not fit the run, before the model loads."""
     if args.mcore_model is None:
-        check_weights(args.model, args.model_dir)
+        environment.check_weights(args.model, args.model_dir)
     if args.ref_model is not None and Path(args.ref_model).is_dir():  # a hub's is downloaded when it is loaded
-        check_weights(args.ref_model, args.ref_model, "ref_model")
+        environment.check_weights(args.ref_model, args.ref_model, "ref_model")
     check = partial(
         check_sources,
         model=model_identity(args.model_config),
@@ -83,7 +80,7 @@ def _check_loaded(args: GRPOArguments, template: Template, coordinator: Coordina
         ranks=coordinator,
         threads=threads_of_a_rank(_ranks_of_this_machine()),
     )
-    for warning in check_or_fall_back(args, check):
+    for warning in resume.check_or_fall_back(args, check):
         logger.warning(warning)
     if args.resumes and not args.no_load_optim:
         flags = ("resume", "mcore_adapter", "mcore_model")
@@ -92,7 +89,7 @@ def _check_loaded(args: GRPOArguments, template: Template, coordinator: Coordina
 
 
 def checkpoint_writer(
-    args: GRPOArguments, template: Template, train_rows: Any, coordinator: Coordinator, steps_done: int
+    args: grpo_arguments.GRPOArguments, template: Template, train_rows: Any, coordinator: Coordinator, steps_done: int
 ) -> CheckpointWriter:
     """Return the writer of new checkpoints, after a comparison of the data with the loaded one's."""
     identity = Identity(
@@ -108,13 +105,12 @@ def checkpoint_writer(
     return CheckpointWriter(Path(args.output_dir), coordinator, _ranks_of_this_machine(), identity, logger.info)
 
 
-def next_save(args: GRPOArguments, steps_done: int) -> int:
-    """Return the step of the next checkpoint."""
+def next_save(args: grpo_arguments.GRPOArguments, steps_done: int) -> int:
     period = args.save_steps or args.train_iters
     return int(min((steps_done // period + 1) * period, args.train_iters))
 
 
-def resumed_from(args: GRPOArguments) -> list[str]:
+def resumed_from(args: grpo_arguments.GRPOArguments) -> list[str]:
     """Return the checkpoints that a run which resumes has loaded."""
     sources = (args.mcore_model, args.mcore_adapter, *args.adapters) if args.resumes else ()
     return [path for path in sources if path is not None]

@@ -13,16 +13,7 @@ from swift_megatron_grpo.training.layers.fast_kernels import use_fast_kernels
 from swift_megatron_grpo.training.layers.torch_attention import attend_with_torch
 from swift_megatron_grpo.training.moe.grouped_experts import group_products
 from swift_megatron_grpo.training.optimizer.adam_portions import step_adam_in_portions
-from swift_megatron_grpo.training.upstream_fixes.linear_attention import (
-    leave_bounds_unread,
-    unmark_gathered_projections,
-)
-from swift_megatron_grpo.training.upstream_fixes.marks import mark_experts
-from swift_megatron_grpo.training.upstream_fixes.multi_tensor_kernels import (
-    bound_tensor_handles,
-    clip_with_transformer_engine,
-)
-from swift_megatron_grpo.training.upstream_fixes.routers import freeze_router_bias
+from swift_megatron_grpo.training.upstream_fixes import linear_attention, marks, multi_tensor_kernels, routers
 from swift_megatron_grpo.training.vision_tower import guard_vision_towers
 
 
@@ -35,14 +26,14 @@ def prepare_trained(
 ) -> str | None:
     """Correct marks and install kernels in the policy. Return a note for the log; None: there is nothing to note."""
     prepare_optimizer()
-    mark_experts(models)
-    unmark_gathered_projections(models)
+    marks.mark_experts(models)
+    linear_attention.unmark_gathered_projections(models)
     _prepare(models)
     if fast_kernels:
         add_adapters_in_place(models, gradients_have_hooks=overlap_grad_reduce)
         use_fast_kernels(models, trained=True, recompute_elementwise=recompute_elementwise)
         group_products(models, gradients_have_hooks=overlap_grad_reduce)
-    return freeze_router_bias(models, extra_kwargs)
+    return routers.freeze_router_bias(models, extra_kwargs)
 
 
 def prepare_frozen(models: Sequence[torch.nn.Module], fast_kernels: bool) -> None:
@@ -57,14 +48,14 @@ def prepare_frozen(models: Sequence[torch.nn.Module], fast_kernels: bool) -> Non
 
 def prepare_optimizer() -> None:
     """Install the optimizer's kernels in this process; without them the same steps are slower or need more memory."""
-    clip_with_transformer_engine()
-    bound_tensor_handles()
+    multi_tensor_kernels.clip_with_transformer_engine()
+    multi_tensor_kernels.bound_tensor_handles()
     step_adam_in_portions()
 
 
 def _prepare(models: Sequence[Any]) -> None:
     guard_vision_towers(models)
-    leave_bounds_unread(models)
+    linear_attention.leave_bounds_unread(models)
     attend_with_torch(models)
     for model in models:
         model.config.batch_p2p_sync = False  # a wait for the GPU after each exchange of stages, for a race in PyTorch 1

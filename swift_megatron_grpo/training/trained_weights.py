@@ -49,7 +49,6 @@ class TrainedWeights:
         return (~torch.cat(sums).isfinite().all()).double()
 
     def broken_names(self) -> list[str]:
-        """Return the names of this rank's weights that are NaN or infinite."""
         return [name for name, parameter in self._named.items() if not bool(parameter.isfinite().all())]
 
 

@@ -38,7 +38,6 @@ def language_model(model: torch.nn.Module) -> GPTModel:
 
 
 def guard_vision_towers(models: Iterable[torch.nn.Module]) -> None:
-    """Put a guard in front of every vision tower."""
     for model in models:
         towers: Any = model.visual if is_composite(model) else None
         if towers is not None:

@@ -34,7 +34,6 @@ class Problem:
 
 
 def describe(problems: Iterable[Problem]) -> str:
-    """Return one line for each kind of problem."""
     lines = []
     for what, group in groupby(sorted(set(problems), key=lambda problem: problem.what), lambda problem: problem.what):
         same_kind = list(group)
@@ -68,7 +67,6 @@ class Manifest:
         self._checksums: dict[str, torch.Tensor] = {}
 
     def record(self, weights: NamedWeights) -> Iterator[tuple[str, torch.Tensor]]:
-        """Record the tensors that pass through."""
         for name, tensor in weights:
             self.specs[name] = TensorSpec(tuple(tensor.shape), tensor.dtype)
             if self._dtype is not None:
@@ -76,7 +74,6 @@ class Manifest:
             yield name, tensor
 
     def checksums(self) -> dict[str, int]:
-        """Return the checksums of all recorded tensors."""
         return dict(zip(self._checksums, to_integers(self._checksums.values()), strict=True))
 
 

@@ -28,10 +28,9 @@ from swift_megatron_grpo.settings.config import (
     EvaluationConfig,
     GradingConfig,
     GRPOConfig,
-    LossConfig,
     SamplingConfig,
 )
-from swift_megatron_grpo.settings.losses import Kl
+from swift_megatron_grpo.settings.losses import Kl, LossConfig
 from swift_megatron_grpo.settings.recording import Recording
 from swift_megatron_grpo.settings.routing import RouterReplay, Routing
 from swift_megatron_grpo.types import ExpertRows, Graded, Sample, TokenValues

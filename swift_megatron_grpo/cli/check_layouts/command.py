@@ -20,16 +20,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from swift_megatron_grpo.cli.check_layouts.layouts import (
-    DENSE,
-    MOE,
-    Task,
-    Variant,
-    base_flags,
-    launch,
-    layout_tasks,
-    task,
-)
+from swift_megatron_grpo.cli.check_layouts import layouts
 from swift_megatron_grpo.cli.command_line import FINE, FOUND, Refused
 
 
@@ -84,10 +75,10 @@ def run(options: argparse.Namespace) -> int:
     if not config.is_file():
         raise Refused(f"--model {options.model} has no config.json; give the folder of a Hugging Face checkpoint")
     moe = "num_experts" in config.read_text()
-    names = options.layouts or (DENSE + MOE if moe else DENSE)
-    names = [name for name in names if Variant.parse(name).ranks <= options.nproc_per_node]
+    names = options.layouts or (layouts.DENSE + layouts.MOE if moe else layouts.DENSE)
+    names = [name for name in names if layouts.Variant.parse(name).ranks <= options.nproc_per_node]
     with tempfile.TemporaryDirectory() as folder:
-        flags = base_flags(
+        flags = layouts.base_flags(
             model=str(options.model.resolve()),  # torchrun's ranks run in another folder
             folder=folder,
             tuner_type=options.tuner_type,
@@ -104,30 +95,32 @@ def run(options: argparse.Namespace) -> int:
     return FOUND if far else FINE
 
 
-def tasks_of(flags: list[str], names: Sequence[str], folder: str, has_adapter: bool) -> dict[int, list[Task]]:
+def tasks_of(flags: list[str], names: Sequence[str], folder: str, has_adapter: bool) -> dict[int, list[layouts.Task]]:
     """Return the tasks of these layouts and of one rank, by the number of ranks that they need."""
     first = []
     if has_adapter:
         adapter = str(Path(folder, "adapter"))
-        first = [task("swift_megatron_grpo.cli.check_layouts.ranks:make_adapter", flags=flags, adapter=adapter)]
+        first = [layouts.task("swift_megatron_grpo.cli.check_layouts.ranks:make_adapter", flags=flags, adapter=adapter)]
         flags = [*flags, "--adapters", adapter]
-    one_prompt = any("shared" in Variant.parse(name).switches for name in names)
+    one_prompt = any("shared" in layouts.Variant.parse(name).switches for name in names)
     job = {"flags": flags, "batches": ["on-policy", "off-policy"], "folder": folder, "one_prompt": one_prompt}
-    tasks = layout_tasks(job, ["one", *names])
+    tasks = layouts.layout_tasks(job, ["one", *names])
     return tasks | {1: [*first, *tasks[1]]}
 
 
-def run_all(tasks: dict[int, list[Task]], names: Sequence[str], folder: Path, tolerance: float) -> list[Difference]:
+def run_all(
+    tasks: dict[int, list[layouts.Task]], names: Sequence[str], folder: Path, tolerance: float
+) -> list[Difference]:
     """Run the tasks, fewest ranks first, and print a row for each layout."""
     print_row("layout", "loss", "grad norm", "weights", "seconds")
     differences = []
     for ranks in sorted(tasks):
-        launch(ranks, tasks[ranks], folder)
+        layouts.launch(ranks, tasks[ranks], folder)
         if ranks == 1:
             one = json.loads((folder / "one.json").read_text())
             loss, norm = (f"{one['metrics'][0][name]:.6g}" for name in ("loss", "grad_norm"))
             print_row("one rank", loss, norm, "-", f"{one['seconds']:.1f}")
-        for found in (compare(name, str(folder)) for name in names if Variant.parse(name).ranks == ranks):
+        for found in (compare(name, str(folder)) for name in names if layouts.Variant.parse(name).ranks == ranks):
             differences.append(found)
             values = (f"{value:.1e}" for value in (found.loss, found.grad_norm, found.weights))
             mark = ["FAR OFF"] if found.worst > tolerance else []

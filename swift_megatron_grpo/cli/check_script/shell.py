@@ -80,7 +80,6 @@ class Shell:
         self._room = _MOST
 
     def value_of(self, name: str) -> str | None:
-        """Return the value of a variable."""
         value = self.variables.get(name)
         return None if value is None else self._counted(value)
 

@@ -79,7 +79,6 @@ def read_flags(arguments: Sequence[str]) -> Flags:
 
 
 def typed(flags: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the flags as a command line."""
     return [word for name, values in flags.items() for word in (f"--{name}", *values)]
 
 

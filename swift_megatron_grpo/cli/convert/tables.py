@@ -158,7 +158,6 @@ def flags(prefix: str, names: str) -> dict[str, Rule]:
 
 
 def each(prefix: str, names: str, rule: Rule) -> dict[str, Rule]:
-    """Return one rule for several keys."""
     return {f"{prefix}{name}": rule for name in names.split()}
 
 

@@ -45,7 +45,6 @@ def _clip(both: Any = 0.2, low: Any = None, high: Any = None) -> Flags:
 
 
 def _batch_sizes(group: int, step: int, rollout: int) -> Flags:
-    """Return the flags of these numbers of completions."""
     sizes = {"num_generations": group, "global_batch_size": step}
     return sizes if rollout == step else sizes | {"generation_batch_size": rollout}
 

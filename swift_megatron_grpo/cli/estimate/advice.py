@@ -35,7 +35,6 @@ class Run:
         return plan_memory(self.tensors, self.decoder, self.training, self.engine, gpu_bytes, self.vision_tower)
 
     def fits(self, gpu_bytes: float, *phases: str) -> bool:
-        """Return True if all of these phases fit on every rank."""
         peaks = [rank.phases for rank in self.memory(gpu_bytes)]
         return all(peak[phase] <= gpu_bytes * (1 - MARGIN) for peak in peaks for phase in phases)
 
@@ -162,7 +161,6 @@ def _larger_tensor_parallel(run: Run) -> Iterator[Change]:
 
 
 def _doubled(size: int, most: int) -> Iterator[int]:
-    """Yield twice the size, four times, and so on."""
     while (size := 2 * size) <= most:
         yield size
 

@@ -78,7 +78,6 @@ class Engine:
 
     @property
     def weights(self) -> float:
-        """Return the bytes of the weights on one GPU."""
         return self.weight_bytes / self.ranks
 
     @property

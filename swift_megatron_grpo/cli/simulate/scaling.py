@@ -90,7 +90,6 @@ def measure_rollouts(completions: list[int]) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as Markdown."""
     lines = {
         "completions of a step": lambda r: f"{r['completions']:,}",
         "planning": lambda r: f"{r['planning_seconds']:.2f} s",

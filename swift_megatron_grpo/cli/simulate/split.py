@@ -32,7 +32,6 @@ class Phases:
         return self.generation + 1 + SWITCH
 
     def split(self, gpus: int, servers: int) -> float:
-        """Return the time of a step with this many servers, which generate while the other GPUs train."""
         generation = self.generation * (1 - self.growth + self.growth * gpus / servers)
         return max(generation, gpus / (gpus - servers)) + SYNC
 

@@ -11,12 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from swift.infer_engine import GRPOVllmEngine
-from swift.rlhf_trainers.utils import (
-    finish_vllm_weight_reload,
-    patch_vllm_moe_model_weight_loader,
-    set_expandable_segments,
-    vllm_sleep,
-)
+from swift.rlhf_trainers import utils as swift_utils
 from swift.template import Template
 from swift.utils import get_logger
 from vllm import SamplingParams
@@ -34,17 +29,9 @@ from swift_megatron_grpo.generation.interface import (
 from swift_megatron_grpo.generation.local.engine_settings import further_settings, shared_settings
 from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS
 from swift_megatron_grpo.generation.requests import infer_request, request_config, to_rollout
+from swift_megatron_grpo.generation.vllm import fast_logprobs, fast_outputs, images
+from swift_megatron_grpo.generation.vllm import sampling as vllm_sampling
 from swift_megatron_grpo.generation.vllm.adapter import load_adapter
-from swift_megatron_grpo.generation.vllm.fast_logprobs import speed_up_logprobs
-from swift_megatron_grpo.generation.vllm.fast_outputs import speed_up_decoding
-from swift_megatron_grpo.generation.vllm.images import EngineForImages, has_vision_tower
-from swift_megatron_grpo.generation.vllm.sampling import (
-    sampling_params,
-    scoring_input,
-    scoring_params,
-    text_logprobs,
-    to_completion,
-)
 from swift_megatron_grpo.runtime.stopping.request import RunStopped, StopRequest
 from swift_megatron_grpo.settings.config import SamplingConfig, VllmConfig
 from swift_megatron_grpo.types import Rollout, ScoredText
@@ -102,7 +89,7 @@ class LocalVllm:
 
     @property
     def has_vision_tower(self) -> bool:
-        return has_vision_tower(self._engine.engine.model_config)
+        return images.has_vision_tower(self._engine.engine.model_config)
 
     def needs_weights(self, version: int) -> bool:
         return self._weights_version != version
@@ -127,7 +114,7 @@ class LocalVllm:
 
     def wake_weights(self) -> None:
         if _WEIGHTS in self._asleep:
-            set_expandable_segments(False)
+            swift_utils.set_expandable_segments(False)
             self._wake(_WEIGHTS)
 
     def load_weights(
@@ -135,9 +122,11 @@ class LocalVllm:
     ) -> None:
         if adapter is None:
             model = self._engine.inner_model
-            patch_vllm_moe_model_weight_loader(model)
+            swift_utils.patch_vllm_moe_model_weight_loader(model)
             device = torch.device(torch.cuda.current_device())
-            finish = partial(finish_vllm_weight_reload, model, self._engine.engine.model_config, device, strict=True)
+            finish = partial(
+                swift_utils.finish_vllm_weight_reload, model, self._engine.engine.model_config, device, strict=True
+            )
             self._loaded_weights.load(weights, finish, collect_checksums)
         else:
             # copies, because vLLM scales them in place, and without a GPU they share memory with the trainer's
@@ -158,11 +147,13 @@ class LocalVllm:
     def _score(self, text: ScoredText) -> dict[str, list[float]]:
         vllm = self._engine.engine
         adapter = self._engine._get_grpo_lora_request()
-        vllm.add_request("score_text", scoring_input(text), scoring_params(), lora_request=adapter)
+        vllm.add_request(
+            "score_text", vllm_sampling.scoring_input(text), vllm_sampling.scoring_params(), lora_request=adapter
+        )
         output = None
         while vllm.has_unfinished_requests():
             [output] = vllm.step() or [output]
-        return {self._name: text_logprobs(output)}
+        return {self._name: vllm_sampling.text_logprobs(output)}
 
     def held_weights(self) -> list[WorkerWeights]:
         return [self._loaded_weights.worker_weights()]
@@ -191,8 +182,8 @@ class LocalVllm:
     def sleep(self) -> None:
         if self._sleep_level:
             self._reset_prefix_cache()
-            vllm_sleep(self._engine.engine, self._sleep_level)
-            set_expandable_segments(True)
+            swift_utils.vllm_sleep(self._engine.engine, self._sleep_level)
+            swift_utils.set_expandable_segments(True)
             self._asleep = _ASLEEP
             if self._sleep_level == 2:
                 self._weights_version = NO_WEIGHTS  # level 2 discards them
@@ -248,14 +239,14 @@ def _share_of_gpu(share: float) -> int:
 
 
 def _build(config: VllmConfig, template: Template, sleep_mode: bool, seed: int) -> GRPOVllmEngine:
-    speed_up_logprobs()
+    fast_logprobs.speed_up_logprobs()
     keep_memory_cache()
     template = copy(template)
     template.padding_free = False
     template.sequence_parallel_size = 1
-    set_expandable_segments(False)  # vLLM's memory pool for sleeping cannot live in expandable segments
+    swift_utils.set_expandable_segments(False)  # vLLM's memory pool for sleeping cannot live in expandable segments
     engine_kwargs = {**config.engine_kwargs, **further_settings(config)}
-    engine = EngineForImages(
+    engine = images.EngineForImages(
         config.model_dir,
         torch_dtype=config.dtype,
         model_type=config.model_type,
@@ -267,8 +258,8 @@ def _build(config: VllmConfig, template: Template, sleep_mode: bool, seed: int) 
         engine_kwargs=engine_kwargs,
         **shared_settings(config),
     )
-    set_expandable_segments(True)
-    speed_up_decoding(engine.engine)
+    swift_utils.set_expandable_segments(True)
+    fast_outputs.speed_up_decoding(engine.engine)
     return engine
 
 
@@ -309,7 +300,7 @@ def sample(
     params = (_params(engine, prompt, request, sampling) for prompt, request in zip(inputs, requests, strict=True))
     outputs = run_batch(engine, zip(inputs, params, strict=True), give_up)
     return [
-        to_rollout(request, to_completion(engine, prompt, output), weights_version)
+        to_rollout(request, vllm_sampling.to_completion(engine, prompt, output), weights_version)
         for request, prompt, output in zip(requests, inputs, outputs, strict=True)
     ]
 
@@ -318,7 +309,7 @@ def _params(
     engine: GRPOVllmEngine, inputs: dict[str, Any], request: Request, sampling: SamplingConfig
 ) -> SamplingParams:
     try:
-        return sampling_params(engine, inputs, request_config(sampling, request.seed))
+        return vllm_sampling.sampling_params(engine, inputs, request_config(sampling, request.seed))
     except ValueError as error:
         begin = str(request.prompt.row["messages"])[:200]
         raise ValueError(f"prompt {request.prompt.prompt_id}: {error}. It begins: {begin}") from error

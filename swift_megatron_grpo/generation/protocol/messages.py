@@ -202,7 +202,6 @@ class ServerStatus:
 
 
 def serves_another(run: str) -> str:
-    """Return the message for a server that serves another run."""
     return (
         f"it serves another run ({run}), and a server serves one at a time; "
         "end that run, or start a `swift rollout` for this one"

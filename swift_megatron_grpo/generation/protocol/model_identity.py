@@ -58,7 +58,6 @@ def position_identity(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def precision_identity(dtype: torch.dtype) -> dict[str, Any]:
-    """Return the type of the weights, which --torch_dtype sets."""
     return {"torch_dtype": str(dtype).removeprefix("torch.")}
 
 

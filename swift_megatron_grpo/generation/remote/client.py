@@ -99,7 +99,6 @@ class Client:
         return _read("its log-probs", lambda body: list(map(unpacked_logprobs, body["replicas"])), response)
 
     async def held_weights(self, timeout: float) -> list[WorkerWeights]:
-        """Return what each worker holds."""
         response = await self._request("GET", Routes.HELD_WEIGHTS, timeout)
         return _read("its list of weights", lambda body: list(map(WorkerWeights.from_json, body["workers"])), response)
 

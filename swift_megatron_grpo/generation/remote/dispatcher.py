@@ -30,7 +30,6 @@ class Dispatcher:
 
     @property
     def has_waiting(self) -> bool:
-        """True while some requests are not assigned to any server."""
         return bool(self._waiting)
 
     @property

@@ -14,14 +14,7 @@ from urllib.parse import urlsplit
 
 from swift.utils import get_logger
 
-from swift_megatron_grpo.generation.interface import (
-    AdapterConfig,
-    AnsweredRequest,
-    BatchGeneration,
-    Generation,
-    Request,
-    Share,
-)
+from swift_megatron_grpo.generation import interface
 from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS, SERVER_UNUSABLE
 from swift_megatron_grpo.generation.remote.client import Refused, ServerFailure
 from swift_megatron_grpo.generation.remote.compatibility import conflicts_between, notes_on, refusal
@@ -59,7 +52,7 @@ class RemoteVllm:
         self, config: ServerConfig, sender: WeightSender, rank: int, check_stop: Callable[[], None] = do_nothing
     ) -> None:
         """`check_stop` raises an exception if the run stops and waiting for servers would take too long."""
-        self.share = Share(index=0, of=1, reports=rank == 0)
+        self.share = interface.Share(index=0, of=1, reports=rank == 0)
         self.memory_to_wake = 0
         self._config, self._sender = config, sender
         self._events: EventLoopThread | None = None  # None: not rank 0, or shut down
@@ -126,7 +119,7 @@ class RemoteVllm:
         return bool(self._recipients)
 
     def load_weights(
-        self, weights: NamedWeights, version: int, adapter: AdapterConfig | None, collect_checksums: bool
+        self, weights: NamedWeights, version: int, adapter: interface.AdapterConfig | None, collect_checksums: bool
     ) -> None:
         """Send to every server that needs them. A server still needs weights if its transfer fails."""
         if self._events is None:
@@ -251,9 +244,11 @@ class RemoteVllm:
 
     # ---- completions
 
-    def generate(self, requests: Sequence[Request], group_size: int, sampling: SamplingConfig) -> Generation:
+    def generate(
+        self, requests: Sequence[interface.Request], group_size: int, sampling: SamplingConfig
+    ) -> interface.Generation:
         if self._events is None:
-            return BatchGeneration(dict)  # this rank contacts no server, so it has no results
+            return interface.BatchGeneration(dict)  # this rank contacts no server, so it has no results
         older = [generation for generation in self._generations if generation.is_running]
         generation = RemoteGeneration(self._events, self._servers, requests, group_size, sampling, self._version, older)
         self._generations = [*older, generation]
@@ -267,7 +262,7 @@ class RemoteVllm:
 
     def sleep(self) -> None: ...
 
-    def answered_requests(self) -> list[AnsweredRequest]:
+    def answered_requests(self) -> list[interface.AnsweredRequest]:
         if self._events is None:
             return []
         answered = self._servers.answered

@@ -57,7 +57,6 @@ class _Payloads:
         self._requests: dict[str, dict[str, Any]] = {}  # by prompt
 
     def images(self, prompt: Prompt) -> list[tuple[str, bytes]]:
-        """Return digest and content of each image of a prompt."""
         if prompt.prompt_id not in self._images:
             self._images[prompt.prompt_id] = files_of(prompt.row)
         return self._images[prompt.prompt_id]
@@ -152,7 +151,6 @@ class RemoteGeneration:
         return bool(self._servers.present) and not self._servers.verified_servers(version)
 
     async def stop(self) -> None:
-        """Cancel all unfinished requests."""
         self._failure = self._failure or RuntimeError("the run has ended, and this generation with it")
         self._wake_up.set()
         await asyncio.wrap_future(self._running)

@@ -22,15 +22,7 @@ import aiohttp
 from swift.utils import get_logger
 
 from swift_megatron_grpo.generation.interface import AnsweredRequest
-from swift_megatron_grpo.generation.protocol.messages import (
-    CONFLICT,
-    NO_WEIGHTS,
-    RUN_IDLE_SECONDS,
-    SERVER_UNUSABLE,
-    RunIdentity,
-    ServerStatus,
-    serves_another,
-)
+from swift_megatron_grpo.generation.protocol import messages
 from swift_megatron_grpo.generation.remote.client import (
     Client,
     ImageUploads,
@@ -62,7 +54,6 @@ class EventLoopThread:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine and wait for it. Return its result or raise its exception."""
         return self.submit(coroutine).result()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
@@ -85,8 +76,8 @@ class Server:
         self.client = client
         self.url = client.url
         self.group_port = group_port
-        self.status: ServerStatus | None = None
-        self.weights_version = NO_WEIGHTS
+        self.status: messages.ServerStatus | None = None
+        self.weights_version = messages.NO_WEIGHTS
         self.verified = False  # those weights are known to be the trainer's
         self.checked_instance: str | None = None  # the instance that has completed a checksummed load
         self.excluded_instance: str | None = None  # not used again, because its responses were wrong
@@ -112,7 +103,7 @@ class Server:
             self.checked_instance = self.status.instance
 
     def invalidate_weights(self) -> None:
-        self.weights_version, self.verified = NO_WEIGHTS, False
+        self.weights_version, self.verified = messages.NO_WEIGHTS, False
 
     def drop_connection(self) -> None:
         """Close the connection for weights. They are invalid from now on, so they will be sent again."""
@@ -133,7 +124,7 @@ class Servers:
         self.check_stop = check_stop  # raises if the run stops and cannot wait
         # The name identifies this run to readers of the servers' logs, the secret to the servers.
         name = f"{socket.gethostname()}, process {os.getpid()}, {uuid.uuid4().hex[:8]}"
-        self.run = RunIdentity(name, secrets.token_hex(16))
+        self.run = messages.RunIdentity(name, secrets.token_hex(16))
         self.all: list[Server] = []
         self.listeners: list[Callable[[], None]] = []  # called after a server was lost, came back, or has free capacity
         self.answered: deque[AnsweredRequest] = deque(maxlen=_ANSWERED)  # the newest, for --trace_steps
@@ -183,7 +174,7 @@ class Servers:
 
     # ---- availability
 
-    async def wait_for_status(self, server: Server) -> ServerStatus:
+    async def wait_for_status(self, server: Server) -> messages.ServerStatus:
         """Wait for a server to start, up to the configured timeout, and briefly for another run on it to end."""
         began = time.monotonic()
         logged = False
@@ -191,7 +182,7 @@ class Servers:
             try:
                 status = await server.client.status(timeout=5)
                 other = self._other_run(status)
-                if other is None or time.monotonic() - began > RUN_IDLE_SECONDS + 5:
+                if other is None or time.monotonic() - began > messages.RUN_IDLE_SECONDS + 5:
                     server.status, server.last_response = status, time.monotonic()
                     return status
                 if not logged:
@@ -268,9 +259,9 @@ class Servers:
         """Stop using a server as a failed request demands. Return False if it is healthy and refused this request."""
         if isinstance(failure, InvalidResponse):
             self.exclude(server, str(failure))
-        elif isinstance(failure, Refused) and failure.status == CONFLICT:
+        elif isinstance(failure, Refused) and failure.status == messages.CONFLICT:
             server.drop_connection()  # it has weights of another sender; it will be sent ours again
-        elif isinstance(failure, Refused) and failure.status not in SERVER_UNUSABLE:
+        elif isinstance(failure, Refused) and failure.status not in messages.SERVER_UNUSABLE:
             return False
         else:
             self.mark_lost(server, str(failure))
@@ -291,7 +282,7 @@ class Servers:
             server.excluded_instance = server.status.instance
             self.mark_lost(server, f"{reason}; it is not used again before it is restarted")
 
-    def _handle_status(self, server: Server, status: ServerStatus) -> None:
+    def _handle_status(self, server: Server, status: messages.ServerStatus) -> None:
         now = server.last_response = time.monotonic()
         if server.status is not None and server.status.instance != status.instance:
             self.mark_lost(server, "it was restarted")
@@ -308,11 +299,11 @@ class Servers:
             server.loss_reason = problems
             logger.warning(f"rollout server {server.url} responds again but cannot be used: {problems}")
 
-    def problems(self, status: ServerStatus) -> list[str]:
+    def problems(self, status: messages.ServerStatus) -> list[str]:
         """Return the reasons why a server cannot serve this run, including another run on it."""
         other = self._other_run(status)
-        return problems_of(status, self.config) if other is None else [serves_another(other)]
+        return problems_of(status, self.config) if other is None else [messages.serves_another(other)]
 
-    def _other_run(self, status: ServerStatus) -> str | None:
+    def _other_run(self, status: messages.ServerStatus) -> str | None:
         """Return the run that the server serves, unless that is this run."""
         return None if status.run == self.run.name else status.run

@@ -27,25 +27,11 @@ from vllm.sampling_params import RequestOutputKind
 
 from swift_megatron_grpo.data.images import portable_images
 from swift_megatron_grpo.generation.conversations.running import Conversations, NoRoom, current, has_room
-from swift_megatron_grpo.generation.protocol.messages import (
-    MISSING_IMAGES,
-    Completion,
-    InvalidRequest,
-    packed_logprobs,
-)
+from swift_megatron_grpo.generation.protocol.messages import MISSING_IMAGES, Completion, InvalidRequest, packed_logprobs
 from swift_megatron_grpo.generation.protocol.model_identity import model_identity, position_identity, precision_identity
-from swift_megatron_grpo.generation.server import pipe
+from swift_megatron_grpo.generation.server import engine_thread, health, pipe
 from swift_megatron_grpo.generation.server.arguments import GRPORolloutArguments
-from swift_megatron_grpo.generation.server.engine_thread import EngineThread
-from swift_megatron_grpo.generation.server.health import Prober
-from swift_megatron_grpo.generation.vllm.cuda_runtime import find_runtime_beside_tilelang
-from swift_megatron_grpo.generation.vllm.fast_logprobs import speed_up_logprobs
-from swift_megatron_grpo.generation.vllm.images import (
-    EngineForImages,
-    has_vision_tower,
-    images_per_prompt,
-    placeholder_tokens,
-)
+from swift_megatron_grpo.generation.vllm import cuda_runtime, fast_logprobs, images
 from swift_megatron_grpo.generation.vllm.sampling import (
     sampling_params,
     scoring_input,
@@ -67,7 +53,7 @@ def run_engine_process(
 ) -> None:
     """Run the engine process. `stock_pipe` is ms-swift's connection to the web server, the other one pipe.py's."""
     os.setpgrp()  # Ctrl-C would reach vLLM's processes, of which each ends at it by itself
-    find_runtime_beside_tilelang()
+    cuda_runtime.find_runtime_beside_tilelang()
     asyncio.run(_run_worker(args, master_port, stock_pipe, command_socket))
 
 
@@ -101,7 +87,7 @@ async def _first_to_end(*work: Coroutine[Any, Any, object]) -> None:
     await asyncio.wait(list(map(asyncio.create_task, work)), return_when=asyncio.FIRST_COMPLETED)
 
 
-class ServedEngine(EngineForImages):
+class ServedEngine(images.EngineForImages):
     """ms-swift's engine, which receives this package's weights and records turns of conversations."""
 
     def __init__(self, *args: Any, engine_kwargs: dict[str, Any], **kwargs: Any) -> None:
@@ -110,8 +96,8 @@ class ServedEngine(EngineForImages):
 
     def _prepare_engine(self) -> None:
         """Build the engine of this package where ms-swift builds vLLM's asynchronous engine."""
-        speed_up_logprobs()  # of requests, which are in this process wherever the workers are
-        stock, vllm_engine.AsyncLLMEngine = vllm_engine.AsyncLLMEngine, EngineThread
+        fast_logprobs.speed_up_logprobs()  # of requests, which are in this process wherever the workers are
+        stock, vllm_engine.AsyncLLMEngine = vllm_engine.AsyncLLMEngine, engine_thread.EngineThread
         try:
             super()._prepare_engine()
         finally:
@@ -123,7 +109,7 @@ class ServedEngine(EngineForImages):
         turns, infer = current.get(), partial(super().infer_async, infer_request, **options)
         if turns is None:
             return await infer(request_config)
-        placeholders = placeholder_tokens(self.template)
+        placeholders = images.placeholder_tokens(self.template)
         return await turns.generate(infer_request, request_config or RequestConfig(), infer, placeholders)
 
     def _prepare_generation_config(self, request_config: RequestConfig) -> SamplingParams:
@@ -230,7 +216,7 @@ class EngineCommands:
         self._engine = engine
         single = Completer(engine)
         self._single, self._conversations = single, conversations
-        self._prober = Prober(single.complete, engine.engine)
+        self._prober = health.Prober(single.complete, engine.engine)
         self._images = ImageStore(max_media_bytes)
         self._generating: set[asyncio.Task[Any]] = set()
         commands = (
@@ -266,8 +252,8 @@ class EngineCommands:
                 "max_model_len": model.max_model_len,
                 "max_num_seqs": config.scheduler_config.max_num_seqs,
                 "max_logprobs": model.max_logprobs,
-                "has_vision_tower": has_vision_tower(model),
-                "images_per_prompt": images_per_prompt(model),
+                "has_vision_tower": images.has_vision_tower(model),
+                "images_per_prompt": images.images_per_prompt(model),
                 "model": model_identity(values) | position_identity(values) | precision_identity(model.dtype),
             },
         }
@@ -295,7 +281,7 @@ class EngineCommands:
                 RolloutInferRequest(**request), RequestConfig(**sampling), tokens_of_all_turns
             )
         completion = await self._cancelled_by_new_weights(work)
-        if "images" in completion.infos and images_per_prompt(self._engine.engine.vllm_config.model_config):
+        if "images" in completion.infos and images.images_per_prompt(self._engine.engine.vllm_config.model_config):
             shown = await asyncio.to_thread(portable_images, completion.infos["images"])
             completion = replace(completion, infos={**completion.infos, "images": shown})
         return (completion if experts else replace(completion, routed_experts=None)).to_json()

@@ -22,14 +22,7 @@ from swift.utils import get_logger
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from swift_megatron_grpo.generation.protocol.messages import INVALID
-from swift_megatron_grpo.generation.server.schema import (
-    SCHEMAS,
-    STOCK_SCHEMAS,
-    ContentLimits,
-    GenerateBatch,
-    InvalidBody,
-    parse,
-)
+from swift_megatron_grpo.generation.server import schema
 
 logger = get_logger()
 OPEN_ROUTES = ("/health", "/health/")  # need no key, if nothing is sent to them
@@ -51,7 +44,7 @@ class Gate:
         body_bytes: int,
         body_seconds: float,  # to send one body
         most_requests: int,  # in progress
-        content: Callable[[], ContentLimits],
+        content: Callable[[], schema.ContentLimits],
     ) -> None:
         self._app, self._content = app, content
         self._key = None if not key else key.encode()
@@ -103,7 +96,7 @@ class Gate:
                 check = partial(self._checked, scope, body)
                 body = check() if len(body) < _LONG_BODY else await asyncio.to_thread(check)
                 batch = scope.get(_BODY)
-                more = len(batch.requests) - 1 if isinstance(batch, GenerateBatch) else 0
+                more = len(batch.requests) - 1 if isinstance(batch, schema.GenerateBatch) else 0
                 if self._in_progress + more > self._most_requests:
                     raise HTTPException(429, f"a batch of {1 + more} exceeds the limit (--max_requests); retry later")
                 self._in_progress += more
@@ -138,11 +131,12 @@ class Gate:
         """Check the body. Return what ms-swift's routes read; this package's read the checked object."""
         path = scope["path"]
         try:
-            if path in STOCK_SCHEMAS:
-                return parse(body, STOCK_SCHEMAS[path], self._content()).model_dump_json(exclude_unset=True).encode()
-            if path in SCHEMAS:
-                scope[_BODY] = parse(body, SCHEMAS[path], self._content())
-        except InvalidBody as error:
+            if path in schema.STOCK_SCHEMAS:
+                checked = schema.parse(body, schema.STOCK_SCHEMAS[path], self._content())
+                return checked.model_dump_json(exclude_unset=True).encode()
+            if path in schema.SCHEMAS:
+                scope[_BODY] = schema.parse(body, schema.SCHEMAS[path], self._content())
+        except schema.InvalidBody as error:
             raise HTTPException(INVALID, str(error)) from None
         return b""  # no other route reads a body
 

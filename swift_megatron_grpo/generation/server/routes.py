@@ -24,33 +24,10 @@ from swift.utils import get_logger
 
 from swift_megatron_grpo import __version__
 from swift_megatron_grpo.data.images import MAX_PIXELS, check_sent, digest_of
-from swift_megatron_grpo.generation.protocol.messages import (
-    CONFLICT,
-    ENGINE_GONE,
-    INVALID,
-    NO_WEIGHTS,
-    PROTOCOL,
-    RUN_HEADER,
-    RUN_IDLE_SECONDS,
-    RUN_SECRET_HEADER,
-    TAKEN,
-    ConversationSettings,
-    Routes,
-    RunIdentity,
-    ServerStatus,
-    serves_another,
-)
+from swift_megatron_grpo.generation.protocol import messages
+from swift_megatron_grpo.generation.server import gate, pipe, schema
 from swift_megatron_grpo.generation.server.arguments import GRPORolloutArguments
-from swift_megatron_grpo.generation.server.gate import checked_body, log_failure
 from swift_megatron_grpo.generation.server.health import EngineHealth
-from swift_megatron_grpo.generation.server.pipe import Commands
-from swift_megatron_grpo.generation.server.schema import (
-    GenerateBatch,
-    GenerateRequest,
-    JoinRequest,
-    ReceiveRequest,
-    ScoreRequest,
-)
 from swift_megatron_grpo.weights.transport.rendezvous import Hub, Rendezvous, new_secret
 
 T = TypeVar("T")
@@ -60,17 +37,17 @@ _EVERY_INTERFACE = ("", "0.0.0.0", "::")
 _LONGEST_NAME = 256  # of a run
 
 
-def run_of(client: Request) -> RunIdentity | None:
+def run_of(client: Request) -> messages.RunIdentity | None:
     """Return the run that sends a request, None for a client without one."""
-    name, secret = client.headers.get(RUN_HEADER), client.headers.get(RUN_SECRET_HEADER)
+    name, secret = client.headers.get(messages.RUN_HEADER), client.headers.get(messages.RUN_SECRET_HEADER)
     if name is None or not secret:
         return None
     if not name.isprintable() or len(name) > _LONGEST_NAME:
-        raise HTTPException(INVALID, f"the header {RUN_HEADER} must be printable and short")
-    return RunIdentity(name, secret)
+        raise HTTPException(messages.INVALID, f"the header {messages.RUN_HEADER} must be printable and short")
+    return messages.RunIdentity(name, secret)
 
 
-Run = Annotated[RunIdentity | None, Depends(run_of)]
+Run = Annotated[messages.RunIdentity | None, Depends(run_of)]
 
 
 class RunLease:
@@ -80,10 +57,10 @@ class RunLease:
     """
 
     def __init__(self) -> None:
-        self._run: RunIdentity | None = None
+        self._run: messages.RunIdentity | None = None
         self._last_seen = 0.0
 
-    def touch(self, run: RunIdentity | None, now: float) -> bool:
+    def touch(self, run: messages.RunIdentity | None, now: float) -> bool:
         """Record a request from `run`. Returns True if it acquires the lease, that is, no other run is active."""
         acquires = run is not None and not self.is_held_by(run) and self.holder(now) is None
         if acquires:
@@ -92,12 +69,12 @@ class RunLease:
             self._last_seen = now
         return acquires
 
-    def release(self, run: RunIdentity | None) -> None:
+    def release(self, run: messages.RunIdentity | None) -> None:
         """Release the lease if `run` holds it, so that another run can acquire it at once."""
         if self.is_held_by(run):
             self._run = None
 
-    def is_held_by(self, run: RunIdentity | None) -> bool:
+    def is_held_by(self, run: messages.RunIdentity | None) -> bool:
         """Return True if `run` acquired the lease last. It may have expired since, but no other run has acquired it."""
         if run is None or self._run is None:
             return False
@@ -105,7 +82,7 @@ class RunLease:
 
     def holder(self, now: float) -> str | None:
         """Return the name of the run that holds the lease; None if that run has been idle for RUN_IDLE_SECONDS."""
-        return self._run.name if self._run is not None and now - self._last_seen < RUN_IDLE_SECONDS else None
+        return self._run.name if self._run is not None and now - self._last_seen < messages.RUN_IDLE_SECONDS else None
 
 
 class RolloutRoutes:
@@ -114,7 +91,7 @@ class RolloutRoutes:
     def __init__(
         self,
         args: GRPORolloutArguments,
-        commands: Commands,
+        commands: pipe.Commands,
         health: EngineHealth,
         engine_settings: Mapping[str, Any],  # as the engine process describes them
     ) -> None:
@@ -124,20 +101,20 @@ class RolloutRoutes:
         self._engine_settings = engine_settings
         self._instance = uuid.uuid4().hex
         self._lease = RunLease()
-        self.weights_version = NO_WEIGHTS
+        self.weights_version = messages.NO_WEIGHTS
         self._has_checksums = False  # a load that collected them is complete
         self._hub: Hub | None = None  # at which the processes of the current group meet
         self._joining: asyncio.Task[Any] | None = None
         self.router = APIRouter()
-        self.router.get(Routes.STATUS)(self.status)
-        self.router.post(Routes.GENERATE)(self.generate)
-        self.router.post(Routes.GENERATE_BATCH)(self.generate_batch)
-        self.router.put(Routes.IMAGES + "{digest}")(self.put_image)
-        self.router.post(Routes.SCORE)(self.score_text)
-        self.router.get(Routes.HELD_WEIGHTS)(self.held_weights)
-        self.router.post(Routes.JOIN)(self.join)
-        self.router.post(Routes.RECEIVE)(self.receive)
-        self.router.post(Routes.LEAVE)(self.leave)
+        self.router.get(messages.Routes.STATUS)(self.status)
+        self.router.post(messages.Routes.GENERATE)(self.generate)
+        self.router.post(messages.Routes.GENERATE_BATCH)(self.generate_batch)
+        self.router.put(messages.Routes.IMAGES + "{digest}")(self.put_image)
+        self.router.post(messages.Routes.SCORE)(self.score_text)
+        self.router.get(messages.Routes.HELD_WEIGHTS)(self.held_weights)
+        self.router.post(messages.Routes.JOIN)(self.join)
+        self.router.post(messages.Routes.RECEIVE)(self.receive)
+        self.router.post(messages.Routes.LEAVE)(self.leave)
 
     async def status(self, run: Run) -> dict[str, Any]:
         """Return the server's status. A run that requests it acquires the lease if no other run holds it."""
@@ -145,17 +122,17 @@ class RolloutRoutes:
         args = self._args
         conversations = None
         if args.multi_turn_scheduler:
-            conversations = ConversationSettings(
+            conversations = messages.ConversationSettings(
                 args.multi_turn_scheduler, args.max_turns, args.gym_env, bool(args.use_gym_env)
             )
         now = time.monotonic()
         if self._lease.touch(run, now):
-            self.weights_version = NO_WEIGHTS  # they belong to another run
+            self.weights_version = messages.NO_WEIGHTS  # they belong to another run
             self._joining = None
         return asdict(
-            ServerStatus(
+            messages.ServerStatus(
                 plugin=__version__,
-                protocol=PROTOCOL,
+                protocol=messages.PROTOCOL,
                 instance=self._instance,
                 run=self._lease.holder(now),
                 weights_version=self.weights_version,
@@ -171,19 +148,19 @@ class RolloutRoutes:
 
     async def generate(self, client: Request, run: Run) -> dict[str, Any]:
         """Generate a completion with the weights that the trainer expects."""
-        body: GenerateRequest = checked_body(client.scope)
+        body: schema.GenerateRequest = gate.checked_body(client.scope)
         self._require_weights(run, body.weights_version)
         return await while_connected(client, self._complete(run, body))
 
     async def generate_batch(self, client: Request, run: Run) -> StreamingResponse:
         """Generate completions, and send each as soon as it ends. Starlette cancels the rest if the client leaves."""
-        body: GenerateBatch = checked_body(client.scope)
+        body: schema.GenerateBatch = gate.checked_body(client.scope)
         for version in {request.weights_version for request in body.requests}:
             self._require_weights(run, version)
         lines = answer_lines(body.requests, partial(self._complete, run))
         return StreamingResponse(lines, media_type="application/x-ndjson")
 
-    async def _complete(self, run: RunIdentity | None, body: GenerateRequest) -> dict[str, Any]:
+    async def _complete(self, run: messages.RunIdentity | None, body: schema.GenerateRequest) -> dict[str, Any]:
         self._require_weights(run, body.weights_version)  # again: the event loop has served others in between
         included = {"request", "sampling", "tokens_of_all_turns", "image_digests", "experts"}
         arguments = body.model_dump(include=included, exclude_unset=True)
@@ -196,18 +173,18 @@ class RolloutRoutes:
         self._require_lease(run)
         content = await client.body()
         if not self._engine_settings["accepts_media"]:
-            raise HTTPException(INVALID, "this server's model takes text only")
+            raise HTTPException(messages.INVALID, "this server's model takes text only")
         if digest_of(content) != digest:
-            raise HTTPException(INVALID, "the body does not have the digest in the path")
+            raise HTTPException(messages.INVALID, "the body does not have the digest in the path")
         try:
             check_sent(content, MAX_PIXELS)
         except ValueError as error:
-            raise HTTPException(INVALID, f"the body {error}") from None
+            raise HTTPException(messages.INVALID, f"the body {error}") from None
         return await self._commands.call("put_image", digest=digest, image=base64.b64encode(content).decode("ascii"))
 
     async def score_text(self, client: Request, run: Run) -> dict[str, Any]:
         """Return the log-probs of every token but the first, from each replica of the model."""
-        body: ScoreRequest = checked_body(client.scope)
+        body: schema.ScoreRequest = gate.checked_body(client.scope)
         self._require_weights(run, body.weights_version)
         return await self._commands.call("score_text", tokens=body.tokens, image=body.image)
 
@@ -216,7 +193,7 @@ class RolloutRoutes:
         if run is not None:  # a client without a run may read them
             self._require_lease(run)
         if not self._has_checksums:
-            raise HTTPException(CONFLICT, "no weights have been received with collect_checksums true")
+            raise HTTPException(messages.CONFLICT, "no weights have been received with collect_checksums true")
         return await self._commands.call("held_weights")
 
     async def leave(self, run: Run) -> dict[str, Any]:
@@ -224,29 +201,33 @@ class RolloutRoutes:
         self._lease.release(run)
         return {}
 
-    def _require_weights(self, run: RunIdentity | None, version: int) -> None:
+    def _require_weights(self, run: messages.RunIdentity | None, version: int) -> None:
         self._require_lease(run)
-        if self.weights_version == NO_WEIGHTS or self.weights_version != version:
-            raise HTTPException(CONFLICT, f"this server has weights {self.weights_version}, not {version}")
+        if self.weights_version == messages.NO_WEIGHTS or self.weights_version != version:
+            raise HTTPException(messages.CONFLICT, f"this server has weights {self.weights_version}, not {version}")
 
-    def _require_lease(self, run: RunIdentity | None) -> None:
+    def _require_lease(self, run: messages.RunIdentity | None) -> None:
         self._refuse_if_taken(run)
         if not self._lease.is_held_by(run):
-            raise HTTPException(CONFLICT, f"this server has no weights of this run; POST {Routes.JOIN} first")
+            raise HTTPException(
+                messages.CONFLICT, f"this server has no weights of this run; POST {messages.Routes.JOIN} first"
+            )
 
-    def _refuse_if_taken(self, run: RunIdentity | None) -> None:
+    def _refuse_if_taken(self, run: messages.RunIdentity | None) -> None:
         holder = self._lease.holder(time.monotonic())
         if holder is not None and not self._lease.is_held_by(run):
-            raise HTTPException(TAKEN, serves_another(holder))
+            raise HTTPException(messages.TAKEN, messages.serves_another(holder))
 
     async def join(self, client: Request, run: Run) -> dict[str, Any]:
         """Open a rendezvous, to which the trainer connects next. It replaces an earlier one."""
-        body: JoinRequest = checked_body(client.scope)
+        body: schema.JoinRequest = gate.checked_body(client.scope)
         if run is None:
-            raise HTTPException(INVALID, f"the headers {RUN_HEADER} and {RUN_SECRET_HEADER} are missing")
+            raise HTTPException(
+                messages.INVALID, f"the headers {messages.RUN_HEADER} and {messages.RUN_SECRET_HEADER} are missing"
+            )
         self._refuse_if_taken(run)
         self._lease.touch(run, time.monotonic())
-        self.weights_version = NO_WEIGHTS
+        self.weights_version = messages.NO_WEIGHTS
         everywhere = self._args.host in _EVERY_INTERFACE
         if self._hub is not None:
             self._hub.close()
@@ -256,7 +237,7 @@ class RolloutRoutes:
             self._hub = Hub(self._args.host or "::", body.port, size, secret)
         except OSError as error:
             reason = f"'port': cannot listen on it: {error.strerror}; use 0, any free port"
-            raise HTTPException(INVALID, reason) from error
+            raise HTTPException(messages.INVALID, reason) from error
         host = body.host if everywhere else self._args.host
         rendezvous = Rendezvous(host, self._hub.port, size, secret, body.timeout)
         self._joining = asyncio.create_task(self._without_tokens("join", rendezvous=asdict(rendezvous)))
@@ -265,11 +246,13 @@ class RolloutRoutes:
 
     async def receive(self, client: Request, run: Run) -> dict[str, Any]:
         """Receive the weights that the trainer is sending; respond once all are loaded."""
-        body: ReceiveRequest = checked_body(client.scope)
+        body: schema.ReceiveRequest = gate.checked_body(client.scope)
         self._require_lease(run)
         if self._joining is None:
-            raise HTTPException(CONFLICT, f"no trainer has joined this server; POST {Routes.JOIN} first")
-        self.weights_version = NO_WEIGHTS
+            raise HTTPException(
+                messages.CONFLICT, f"no trainer has joined this server; POST {messages.Routes.JOIN} first"
+            )
+        self.weights_version = messages.NO_WEIGHTS
         try:
             await self._joining
             report = await self._without_tokens("receive", lora=body.lora, collect_checksums=body.collect_checksums)
@@ -291,7 +274,7 @@ class RolloutRoutes:
 def refuse_if_failed(health: EngineHealth) -> None:
     """Refuse a request for the status of a server whose engine is stuck: it is about to end."""
     if health.failure is not None:
-        raise HTTPException(ENGINE_GONE, health.failure)
+        raise HTTPException(messages.ENGINE_GONE, health.failure)
 
 
 def _close_unless_joined(hub: Hub, task: asyncio.Task[Any]) -> None:
@@ -319,7 +302,7 @@ async def answer_lines(
         except HTTPException as refusal:
             outcome = {"status": refusal.status_code, "detail": refusal.detail}
         except Exception:
-            outcome = {"status": 500, "detail": log_failure("a request of a batch")}
+            outcome = {"status": 500, "detail": gate.log_failure("a request of a batch")}
         known.put_nowait(json.dumps({"place": place} | outcome).encode() + b"\n")
 
     tasks = [asyncio.create_task(respond(place, request)) for place, request in enumerate(requests)]

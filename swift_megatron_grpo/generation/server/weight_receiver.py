@@ -15,17 +15,15 @@ from swift.rlhf_trainers.utils import finish_vllm_weight_reload, patch_vllm_moe_
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 
-from swift_megatron_grpo.generation.vllm.adapter import load_adapter
-from swift_megatron_grpo.generation.vllm.cuda_runtime import find_runtime_beside_tilelang
-from swift_megatron_grpo.generation.vllm.fast_logprobs import speed_up_logprobs
+from swift_megatron_grpo.generation.vllm import adapter, cuda_runtime, fast_logprobs
 from swift_megatron_grpo.weights.load.loaded_weights import LoadedWeights
 from swift_megatron_grpo.weights.load.quantization import layers_that_quantize
 from swift_megatron_grpo.weights.transport.buckets import unpack
 from swift_megatron_grpo.weights.transport.channel import Channel
 from swift_megatron_grpo.weights.transport.rendezvous import Rendezvous
 
-find_runtime_beside_tilelang()  # before a worker imports FlashInfer
-speed_up_logprobs()
+cuda_runtime.find_runtime_beside_tilelang()  # before a worker imports FlashInfer
+fast_logprobs.speed_up_logprobs()
 if current_platform.is_cpu():
     from swift_megatron_grpo.platforms.cpu import activate_engine
 
@@ -59,7 +57,7 @@ class WeightReceiver(WeightSyncWorkerExtension):
             if lora:
                 tensors = dict(stream)
                 assert stream.adapter is not None, "the trainer sent an adapter without its configuration"
-                load_adapter(self, stream.adapter, tensors)
+                adapter.load_adapter(self, stream.adapter, tensors)
             else:
                 runner = self.model_runner
                 patch_vllm_moe_model_weight_loader(runner.model)

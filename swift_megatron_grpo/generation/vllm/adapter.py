@@ -8,29 +8,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from swift.rlhf_trainers.utils import (
-    VLLM_LORA_INT_ID,
-    VLLM_LORA_NAME,
-    VLLM_LORA_PATH,
-    TensorLoRARequest,
-    patch_vllm_load_adapter,
-)
+from swift.rlhf_trainers import utils as swift_utils
 
 
 def load_adapter(worker: Any, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Replace the worker's adapter."""
-    patch_vllm_load_adapter()  # lets vLLM load an adapter from tensors; repeated calls have no effect
-    request = TensorLoRARequest(
-        lora_name=VLLM_LORA_NAME,
-        lora_int_id=VLLM_LORA_INT_ID,
-        lora_path=VLLM_LORA_PATH,
+    swift_utils.patch_vllm_load_adapter()  # lets vLLM load an adapter from tensors; repeated calls have no effect
+    request = swift_utils.TensorLoRARequest(
+        lora_name=swift_utils.VLLM_LORA_NAME,
+        lora_int_id=swift_utils.VLLM_LORA_INT_ID,
+        lora_path=swift_utils.VLLM_LORA_PATH,
         peft_config=config,
         lora_tensors=tensors,
         load_inplace=True,
     )
     worker.add_lora(request)
     manager = worker.model_runner.lora_manager._adapter_manager
-    adapter = manager.get_adapter(VLLM_LORA_INT_ID)
+    adapter = manager.get_adapter(swift_utils.VLLM_LORA_INT_ID)
     unknown = sorted(set(adapter.loras) - set(manager.modules))
     if unknown or not adapter.loras:
         raise RuntimeError(

@@ -35,7 +35,6 @@ class LogprobGap:
 
     @classmethod
     def of(cls, engine: Sequence[float], trainer: Sequence[float]) -> LogprobGap:
-        """Measure the gap of one completion."""
         ours, theirs = np.asarray(engine), np.asarray(trainer)
         shifted = [ours - theirs, ours[1:] - theirs[:-1], ours[:-1] - theirs[1:]]
         absolute = tuple(float(np.abs(gaps).sum()) for gaps in shifted)

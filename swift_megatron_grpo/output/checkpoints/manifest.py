@@ -76,7 +76,6 @@ class Manifest(Identity):
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
         return sum(entry.size for entry in self.files.values())
 
 

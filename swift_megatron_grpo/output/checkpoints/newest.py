@@ -9,15 +9,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from swift_megatron_grpo.output.checkpoints import sources
 from swift_megatron_grpo.output.checkpoints.manifest import MANIFEST, BadManifest, has_manifest, read_manifest
-from swift_megatron_grpo.output.checkpoints.sources import (
-    TRACKER,
-    BadCheckpoint,
-    Source,
-    quick_faults,
-    saved_arguments,
-    step_of,
-)
 from swift_megatron_grpo.output.disk.files import read_regular
 
 FLAG = "resume"  # in errors about the checkpoint
@@ -50,7 +43,11 @@ def find_newest(output_dir: Path, loads_optimizer: bool = True) -> tuple[Checkpo
     a run that starts again would overwrite them.
     """
     skipped, damaged = list[str](), list[str]()
-    found = sorted(checkpoints_of(output_dir), key=_age, reverse=True)
+    found = sorted(
+        checkpoints_of(output_dir),
+        key=lambda folder: (saved_at(folder), sources.step_of(folder), str(folder)),
+        reverse=True,
+    )
     for place, folder in enumerate(found):
         if not has_manifest(folder):
             skipped.append(f"{folder}: it has no {MANIFEST}, which is written last, so its save was interrupted")
@@ -62,7 +59,7 @@ def find_newest(output_dir: Path, loads_optimizer: bool = True) -> tuple[Checkpo
         skipped.append(damaged[-1])
     if damaged:
         more = f"; and {len(damaged) - _SHOWN} more" if len(damaged) > _SHOWN else ""
-        raise BadCheckpoint(
+        raise sources.BadCheckpoint(
             f"--resume auto: no checkpoint in {output_dir} can be continued from: {'; '.join(damaged[:_SHOWN])}{more}; "
             "restore one of them, use another --output_dir, or use --resume never to start from step 1"
         )
@@ -71,7 +68,11 @@ def find_newest(output_dir: Path, loads_optimizer: bool = True) -> tuple[Checkpo
 
 def _passed_over(newest: Path, older: list[Path]) -> list[str]:
     """Return why higher steps in the folder of the newest checkpoint are skipped: a run was begun again there."""
-    higher = [folder for folder in older if folder.parent == newest.parent and step_of(folder) > step_of(newest)]
+    higher = [
+        folder
+        for folder in older
+        if folder.parent == newest.parent and sources.step_of(folder) > sources.step_of(newest)
+    ]
     return [
         f"{folder}: it was saved before {newest.name}, by the times in their manifests; --resume {folder} continues "
         "from it"
@@ -82,10 +83,10 @@ def _passed_over(newest: Path, older: list[Path]) -> list[str]:
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Return the checkpoint in a folder; raise BadCheckpoint if it holds none in Megatron's format."""
     try:
-        step = int(read_regular(folder / TRACKER))
-        adapter = saved_arguments(folder).get("tuner_type", "full") != "full"
+        step = int(read_regular(folder / sources.TRACKER))
+        adapter = sources.saved_arguments(folder).get("tuner_type", "full") != "full"
     except (OSError, ValueError) as error:
-        raise BadCheckpoint(
+        raise sources.BadCheckpoint(
             f"--resume {folder}: {error}; use --resume auto, or a folder checkpoint-N that a run has saved, with the "
             "optimizer's state (--no_save_optim false)"
         ) from None
@@ -94,12 +95,12 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 def _why_unusable(folder: Path, loads_optimizer: bool) -> str | None:
     """Return why a run cannot continue from a checkpoint with a manifest, as far as it shows in no time."""
-    faults = quick_faults(Source(FLAG, folder, megatron=True))
+    faults = sources.quick_faults(sources.Source(FLAG, folder, megatron=True))
     if faults:
         return "; ".join(faults[:_SHOWN])
-    if not (folder / TRACKER).is_file():
+    if not (folder / sources.TRACKER).is_file():
         return "it has no files in Megatron's format"
-    if loads_optimizer and saved_arguments(folder).get("no_save_optim"):
+    if loads_optimizer and sources.saved_arguments(folder).get("no_save_optim"):
         return "it was saved with --no_save_optim true, so it has no optimizer state to continue with"
     return None
 
@@ -130,7 +131,3 @@ def saved_at(folder: Path) -> float:
     except BadManifest:  # incomplete or damaged
         path = folder / MANIFEST
         return (path if path.is_file() else folder).stat().st_mtime
-
-
-def _age(folder: Path) -> tuple[float, int, str]:
-    return saved_at(folder), step_of(folder), str(folder)

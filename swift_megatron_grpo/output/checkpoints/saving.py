@@ -17,15 +17,7 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from swift_megatron_grpo.output.checkpoints.manifest import (
-    FileEntry,
-    Identity,
-    Manifest,
-    has_manifest,
-    list_files,
-    remove_manifest,
-    write_manifest,
-)
+from swift_megatron_grpo.output.checkpoints import manifest as manifests
 from swift_megatron_grpo.output.checkpoints.newest import last_save, saved_at
 from swift_megatron_grpo.output.checkpoints.sources import deal
 from swift_megatron_grpo.output.disk.files import file_checksums, threads_of_a_rank
@@ -60,7 +52,7 @@ class CheckpointWriter:
         output_dir: Path,
         ranks: Ranks,
         ranks_of_this_machine: int,
-        identity: Identity,
+        identity: manifests.Identity,
         log: Callable[[str], object],
     ) -> None:
         self._output_dir = output_dir.absolute()
@@ -98,7 +90,9 @@ class CheckpointWriter:
         return needed, free
 
     def _free(self, step: int) -> int:
-        overwritten = sum(sum(list_files(folder).values()) for folder in _Pending(self._folder(step), step, 0).folders)
+        overwritten = sum(
+            sum(manifests.list_files(folder).values()) for folder in _Pending(self._folder(step), step, 0).folders
+        )
         return free_bytes(self._output_dir) + overwritten
 
     @contextmanager
@@ -108,7 +102,7 @@ class CheckpointWriter:
         pending = _Pending(self._folder(step), step, prompts)
         if self._ranks.rank == 0:
             for folder in pending.folders:
-                remove_manifest(folder)  # of an earlier run, whose checkpoint is overwritten
+                manifests.remove_manifest(folder)  # of an earlier run, whose checkpoint is overwritten
         with self._naming_full_disk(pending):
             yield
         self._pending.append(pending)
@@ -134,7 +128,7 @@ class CheckpointWriter:
         """Compute checksums, each rank for its own files, and write the manifest. Return the checkpoint's size."""
         began = time.monotonic()
         listed = self._ranks.all_gather_or_raise(
-            lambda: list_files(folder) if self._ranks.rank == 0 else {}, f"listing {folder}"
+            lambda: manifests.list_files(folder) if self._ranks.rank == 0 else {}, f"listing {folder}"
         )
         sizes = listed[0]
         names = owned_files(sizes, self._ranks.world_size, self._ranks_of_rank_0)[self._ranks.rank]
@@ -145,15 +139,15 @@ class CheckpointWriter:
             f"computing checksums of {folder}",
         )
         checksums = {name: value for part in gathered for name, value in part.items()}
-        manifest = Manifest(
-            **{field.name: getattr(self._identity, field.name) for field in fields(Identity)},
+        manifest = manifests.Manifest(
+            **{field.name: getattr(self._identity, field.name) for field in fields(manifests.Identity)},
             step=pending.step,
             prompts=pending.prompts,
-            files={name: FileEntry(size, checksums[name]) for name, size in sizes.items()},
+            files={name: manifests.FileEntry(size, checksums[name]) for name, size in sizes.items()},
             saved_at=self._next_time() if self._ranks.rank == 0 else 0.0,
         )
         self._ranks.all_gather_or_raise(
-            lambda: write_manifest(folder, manifest) if self._ranks.rank == 0 else None, f"writing {folder}"
+            lambda: manifests.write_manifest(folder, manifest) if self._ranks.rank == 0 else None, f"writing {folder}"
         )
         if self._ranks.rank == 0:
             self._log(
@@ -194,7 +188,7 @@ class CheckpointWriter:
             link.unlink(missing_ok=True)
 
     def _advice(self) -> str:
-        saved = [folder for folder in self._output_dir.glob("checkpoint-*[0-9]") if has_manifest(folder)]
+        saved = [folder for folder in self._output_dir.glob("checkpoint-*[0-9]") if manifests.has_manifest(folder)]
         newest = max(saved, key=saved_at, default=None)
         kept = "" if newest is None else f"; earlier checkpoints are kept, the newest whole one is {newest}"
         return (
@@ -213,7 +207,7 @@ def in_order_of_removal(checkpoints: Sequence[str], resumed_from: Iterable[str],
     """
     kept = {os.path.realpath(path) for path in resumed_from}
     removable = [path for path in checkpoints if os.path.realpath(path) not in kept]
-    return sorted(removable, key=lambda path: (path == best, has_manifest(Path(path)), saved_at(Path(path))))
+    return sorted(removable, key=lambda path: (path == best, manifests.has_manifest(Path(path)), saved_at(Path(path))))
 
 
 def owned_files(sizes: Mapping[str, int], ranks: int, ranks_of_rank_0: int) -> list[list[str]]:

@@ -13,19 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from swift_megatron_grpo.output.checkpoints.manifest import (
-    MANIFEST,
-    BadManifest,
-    DatasetIdentity,
-    FileEntry,
-    Manifest,
-    TokenizerIdentity,
-    difference_of_datasets,
-    difference_of_models,
-    difference_of_tokenizers,
-    has_manifest,
-    read_manifest,
-)
+from swift_megatron_grpo.output.checkpoints import manifest as manifests
 from swift_megatron_grpo.output.disk.files import file_checksum, read_regular, regular_size
 from swift_megatron_grpo.runtime.failures import Ranks
 
@@ -61,25 +49,24 @@ class Source:
             return not name.endswith(".safetensors")
         return "/" not in name or name.endswith("/common.pt")  # ms-swift reads the number of samples from common.pt
 
-    def entries(self, manifest: Manifest) -> dict[str, FileEntry]:
-        """Return the files that loading this source reads."""
+    def entries(self, manifest: manifests.Manifest) -> dict[str, manifests.FileEntry]:
         return {name: entry for name, entry in manifest.files.items() if self.reads(name)}
 
     def __str__(self) -> str:
         return f"--{self.flag} {self.folder}"
 
 
-def find_manifest(source: Source) -> Manifest | None:
+def find_manifest(source: Source) -> manifests.Manifest | None:
     """Return the manifest; None: the folder was not written by this version or later.
 
     Raises BadManifest if it is damaged, or if only this one of the output folder's checkpoints has none.
     """
-    if has_manifest(source.folder):
-        return read_manifest(source.folder)
-    if any(has_manifest(other) for other in _siblings(source.folder)):
-        raise BadManifest(
-            f"it has no {MANIFEST}, which is written last, and other checkpoints in that folder have one, so its save "
-            "was interrupted"
+    if manifests.has_manifest(source.folder):
+        return manifests.read_manifest(source.folder)
+    if any(manifests.has_manifest(other) for other in _siblings(source.folder)):
+        raise manifests.BadManifest(
+            f"it has no {manifests.MANIFEST}, which is written last, and other checkpoints in that folder have one, so "
+            "its save was interrupted"
         )
     return None
 
@@ -118,7 +105,7 @@ def quick_faults(source: Source) -> list[str]:
     """Return what is wrong with a source, as far as it can be found out in no time."""
     try:
         manifest = find_manifest(source)
-    except BadManifest as problem:
+    except manifests.BadManifest as problem:
         return [str(problem)]
     if manifest is None:
         return []
@@ -126,7 +113,7 @@ def quick_faults(source: Source) -> list[str]:
     return [fault for fault in found if fault is not None]
 
 
-def file_fault(path: Path, name: str, entry: FileEntry, largest: int | None = None) -> str | None:
+def file_fault(path: Path, name: str, entry: manifests.FileEntry, largest: int | None = None) -> str | None:
     """Return what is wrong with a file; None: nothing. Beyond `largest` bytes no checksum is computed."""
     try:
         size = regular_size(path)
@@ -157,7 +144,7 @@ def refusal(source: Source, faults: Sequence[str], whole: Source | None) -> BadC
 def first_whole(source: Source, is_whole: Callable[[Source], bool]) -> Source | None:
     """Return the newest whole checkpoint before a damaged one, or else the oldest whole one after it; None: none is."""
     step = step_of(source.folder.resolve())
-    others = [other for other in _siblings(source.folder) if has_manifest(other)]
+    others = [other for other in _siblings(source.folder) if manifests.has_manifest(other)]
     before = sorted((other for other in others if step_of(other) < step), key=step_of, reverse=True)
     after = sorted((other for other in others if step_of(other) > step), key=step_of)
     candidates = (replace(source, folder=other) for other in (*before, *after))
@@ -187,7 +174,7 @@ def step_of(folder: Path) -> int:
 def check_sources(
     sources: Sequence[Source],
     model: Mapping[str, Any],
-    tokenizer: TokenizerIdentity | None,
+    tokenizer: manifests.TokenizerIdentity | None,
     verify: bool,
     ranks: Ranks,
     threads: int,
@@ -201,16 +188,16 @@ def check_sources(
     found: list[str] = []
     for source, manifest in _with_manifests(sources):
         if source.flag not in ("model", "ref_model"):  # these are the model
-            lines = [difference_of_models(manifest.model, model)]
+            lines = [manifests.difference_of_models(manifest.model, model)]
             if tokenizer is not None:
-                lines.append(difference_of_tokenizers(manifest.tokenizer, tokenizer))
+                lines.append(manifests.difference_of_tokenizers(manifest.tokenizer, tokenizer))
             found.extend(f"{source}: {line}" for line in lines if line is not None)
     if found and verify:
         raise BadCheckpoint("\n".join(found))
     unverifiable = [
         f"{source} has no manifest.json, as ms-swift's own trainers write checkpoints: damage in it is not detected"
         for source in sources
-        if not has_manifest(source.folder) and (source.megatron or (source.folder / TRACKER).is_file())
+        if not manifests.has_manifest(source.folder) and (source.megatron or (source.folder / TRACKER).is_file())
     ]
     return unverifiable + found
 
@@ -248,13 +235,13 @@ def check_order_of_experts(source: Source | None, in_order: bool) -> None:
             )
 
 
-def compare_datasets(sources: Iterable[Source], dataset: DatasetIdentity) -> str | None:
+def compare_datasets(sources: Iterable[Source], dataset: manifests.DatasetIdentity) -> str | None:
     """Return a warning if the run that resumes has other data; raise BadCheckpoint if it cannot continue in it.
 
     The position in the data is a number of prompts, which means another prompt in another dataset.
     """
     for source, manifest in _with_manifests(sources):
-        difference = difference_of_datasets(manifest.dataset, dataset)
+        difference = manifests.difference_of_datasets(manifest.dataset, dataset)
         if difference is None:
             return None
         epoch, place = divmod(manifest.prompts, max(manifest.dataset.rows, 1))
@@ -276,7 +263,7 @@ def _faults(source: Source, ranks: Ranks, threads: int) -> list[str]:
     local: list[str] = []
     try:
         manifest = find_manifest(source)
-    except BadManifest as problem:
+    except manifests.BadManifest as problem:
         manifest, local = None, [str(problem)]
     entries = {} if manifest is None else source.entries(manifest)
     share = deal({name: entry.size for name, entry in entries.items()}, ranks.world_size)[ranks.rank]
@@ -286,13 +273,13 @@ def _faults(source: Source, ranks: Ranks, threads: int) -> list[str]:
     return sorted({fault for faults in ranks.all_gather(local) for fault in faults})
 
 
-def _with_manifests(sources: Iterable[Source]) -> Sequence[tuple[Source, Manifest]]:
+def _with_manifests(sources: Iterable[Source]) -> Sequence[tuple[Source, manifests.Manifest]]:
     """Return the sources with a readable manifest; a damaged one is refused earlier, or is not to be verified."""
     found = []
     for source in sources:
         try:
             manifest = find_manifest(source)
-        except BadManifest:
+        except manifests.BadManifest:
             continue
         if manifest is not None:
             found.append((source, manifest))

@@ -78,7 +78,6 @@ def header(steps: str) -> str:
 
 
 def legend(phases: Sequence[str]) -> str:
-    """Return the meaning of the letters in the bars."""
     return ", ".join(f"{_LETTERS.get(phase, '?')} {phase.replace('_', ' ')}" for phase in phases)
 
 
@@ -92,7 +91,6 @@ def step_line(
 
 
 def phases_of(metrics: Metrics) -> dict[str, float]:
-    """Return the seconds of the phases, the longest first."""
     phases = {name.removeprefix(_PHASE): value for name, value in metrics.items() if name.startswith(_PHASE)}
     return dict(sorted(phases.items(), key=lambda item: -item[1]))
 
@@ -111,11 +109,7 @@ def phase_bar(metrics: Metrics, seconds: float | None) -> str:
 
 
 def evaluation_line(step: int, metrics: Metrics) -> str:
-    shown = {
-        "reward": "eval_reward",
-        "length": "eval_completions/mean_length",
-        "cut": "eval_completions/clipped_ratio",
-    }
+    shown = {"reward": "eval_reward", "length": "eval_completions/mean_length", "cut": "eval_completions/clipped_ratio"}
     values = [f"{title} {compact(metrics[name])}" for title, name in shown.items() if name in metrics]
     return f"evaluation at step {step}: {', '.join(values) or 'no metrics'}"
 
@@ -162,7 +156,6 @@ class Pace:
 
 
 def status(step: int, total: int, what: str, elapsed: float, remaining: float | None, width: int) -> str:
-    """Return the status line: a bar, the step, the time."""
     full = round(_STATUS_BAR * step / total) if total else 0
     bar = "█" * full + "░" * (_STATUS_BAR - full)
     left = "" if remaining is None else f" · {duration(remaining)} left"

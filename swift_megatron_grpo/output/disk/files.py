@@ -75,7 +75,6 @@ def file_checksum(path: Path, sync: bool = False) -> str:
 
 
 def file_checksums(paths: Sequence[Path], threads: int, sync: bool = False) -> list[str]:
-    """Return the CRC-32 of every file, in order."""
     with ThreadPoolExecutor(max(1, threads)) as pool:
         return list(pool.map(partial(file_checksum, sync=sync), paths))
 

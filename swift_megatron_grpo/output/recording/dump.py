@@ -11,14 +11,7 @@ from pathlib import Path
 
 from swift_megatron_grpo.output.disk.files import write_durably
 from swift_megatron_grpo.output.disk.full_disk import naming_full_disk
-from swift_megatron_grpo.output.recording.folder import (
-    Settings,
-    draw_paths,
-    partial_path,
-    recorded_rollouts,
-    rollout_path,
-    write_settings,
-)
+from swift_megatron_grpo.output.recording import folder as recording
 from swift_megatron_grpo.output.recording.rows import Digests, no_images, to_lines
 from swift_megatron_grpo.types import Graded
 
@@ -32,7 +25,7 @@ class RolloutDump:
     def __init__(
         self,
         folder: Path,
-        settings: Settings,
+        settings: recording.Settings,
         first: int,
         writes_here: bool,
         digests: Digests = no_images,
@@ -44,27 +37,27 @@ class RolloutDump:
         if writes_here:
             folder.mkdir(parents=True, exist_ok=True)
             if not keeps_later:  # the run generates the rollouts from `first` on again
-                later = (number for number in recorded_rollouts(folder) if number >= first)
-                files = [path for number in later for path in draw_paths(folder, number)]
+                later = (number for number in recording.recorded_rollouts(folder) if number >= first)
+                files = [path for number in later for path in recording.draw_paths(folder, number)]
                 for path in (*files, *folder.glob("rollout-*.partial")):
                     path.unlink()
             with naming_full_disk(folder, "--rollout_dump", _ADVICE):
-                write_settings(folder, settings, flags or {})
+                recording.write_settings(folder, settings, flags or {})
 
     def write(self, rollout: int, draw: int, graded: Sequence[Graded]) -> None:
         """Write one file. It gets its final name only once it is complete."""
         if not self._writes_here:
             return
-        path = rollout_path(self._folder, rollout, draw)
+        path = recording.rollout_path(self._folder, rollout, draw)
         with naming_full_disk(path, "--rollout_dump", _ADVICE):
             write_durably(path, to_lines(graded, self._digests))
-            partial_path(path).unlink(missing_ok=True)
+            recording.partial_path(path).unlink(missing_ok=True)
 
     def append(self, rollout: int, draw: int, graded: Iterable[Graded]) -> None:
         """Append whole groups to the partial file. Its loss costs only their generation, so no error ends the run."""
         if not self._writes_here:
             return
-        path = partial_path(rollout_path(self._folder, rollout, draw))
+        path = recording.partial_path(recording.rollout_path(self._folder, rollout, draw))
         try:
             with path.open("a", encoding="utf-8", newline="\n") as file:
                 file.writelines(to_lines(graded, self._digests))

@@ -34,7 +34,6 @@ def rollout_path(folder: Path, rollout: int, draw: int) -> Path:
 
 
 def draw_paths(folder: Path, rollout: int) -> list[Path]:
-    """Return the files of all draws of a rollout."""
     return [rollout_path(folder, rollout, 0), *sorted(folder.glob(f"rollout-{rollout:06}-draw-*.jsonl"))]
 
 
@@ -44,7 +43,6 @@ def partial_path(path: Path) -> Path:
 
 
 def recorded_rollouts(folder: Path) -> list[int]:
-    """Return the numbers of the rollouts in the folder, in order."""
     matches = (_FIRST_DRAW.fullmatch(path.name) for path in folder.glob("rollout-*.jsonl"))
     return sorted(int(match[1]) for match in matches if match)
 

@@ -42,7 +42,6 @@ class Limits:
 
 
 def no_images(prompt: Prompt) -> Sequence[str]:
-    """Return the digests of a prompt of text."""
     return ()
 
 
@@ -59,7 +58,6 @@ def once_per_prompt(digests: Digests) -> Digests:
 
 
 def to_lines(completions: Iterable[Graded], digests: Digests) -> Iterator[str]:
-    """Serialise completions and their rewards."""
     images = once_per_prompt(digests)
     for graded in completions:
         rollout = graded.rollout
@@ -77,7 +75,6 @@ def to_lines(completions: Iterable[Graded], digests: Digests) -> Iterator[str]:
 
 
 def sealed(row: Mapping[str, Any]) -> str:
-    """Return the line of a row, with its checksum."""
     content = json.dumps(row, default=_plain).removesuffix("}")
     return f'{content}, "crc32": "{checksum(content.encode())}"}}\n'
 

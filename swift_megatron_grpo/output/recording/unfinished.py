@@ -14,17 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from swift_megatron_grpo.output.disk.files import write_durably
+from swift_megatron_grpo.output.recording import rows
 from swift_megatron_grpo.output.recording.folder import split_lines
-from swift_megatron_grpo.output.recording.rows import (
-    BadRow,
-    Digests,
-    Limits,
-    check_line,
-    from_line,
-    once_per_prompt,
-    parsed,
-    to_lines,
-)
 from swift_megatron_grpo.settings.config import GRPOConfig
 from swift_megatron_grpo.types import Graded, Prompt
 
@@ -54,7 +45,7 @@ def shared_settings(config: GRPOConfig) -> Mapping[str, float]:
     }
 
 
-def save_unfinished(folder: Path, rollout: UnfinishedRollout | None, digests: Digests) -> None:
+def save_unfinished(folder: Path, rollout: UnfinishedRollout | None, digests: rows.Digests) -> None:
     """Write the file, or remove that of an earlier run; None: the checkpoint is between two rollouts."""
     path = folder / FILE
     if rollout is None:
@@ -68,7 +59,7 @@ def save_unfinished(folder: Path, rollout: UnfinishedRollout | None, digests: Di
         "advantages": [graded.advantage for graded in rollout.graded],
         "old_logprobs": list(rollout.old_logprobs),
     }
-    write_durably(path, [json.dumps(values) + "\n", *to_lines(rollout.graded, digests)])
+    write_durably(path, [json.dumps(values) + "\n", *rows.to_lines(rollout.graded, digests)])
 
 
 def read_unfinished(
@@ -76,27 +67,29 @@ def read_unfinished(
     number: int,
     settings: Mapping[str, float],
     find_prompt: Callable[[str], Prompt],
-    limits: Limits,
-    digests: Digests,
+    limits: rows.Limits,
+    digests: rows.Digests,
 ) -> UnfinishedRollout | None:
     """Read the file; None: the checkpoint has none. Raises BadRow if this run cannot continue the rollout."""
     path = folder / FILE
-    images = once_per_prompt(digests)
+    images = rows.once_per_prompt(digests)
     if not path.is_file():
         return None
     with path.open("rb") as file:
-        values = parsed(file.readline())
+        values = rows.parsed(file.readline())
         lines = file.readlines()
     if values["rollout"] != number:
-        raise BadRow(f"it is rollout {values['rollout']}, and this run continues with rollout {number}")
+        raise rows.BadRow(f"it is rollout {values['rollout']}, and this run continues with rollout {number}")
     for flag, value in settings.items():
         if values["settings"].get(flag) != value:
-            raise BadRow(f"it was generated with --{flag} {values['settings'].get(flag)}, and this run has {value}")
+            raise rows.BadRow(
+                f"it was generated with --{flag} {values['settings'].get(flag)}, and this run has {value}"
+            )
     graded = []
     for line, reward, advantage in zip(lines, values["rewards"], values["advantages"], strict=True):
-        check_line(line)
-        prompt = find_prompt(parsed(line)["prompt_id"])
-        rollout, rewards = from_line(line, prompt, images(prompt), limits)
+        rows.check_line(line)
+        prompt = find_prompt(rows.parsed(line)["prompt_id"])
+        rollout, rewards = rows.from_line(line, prompt, images(prompt), limits)
         graded.append(Graded(rollout, rewards, reward, advantage))
     return UnfinishedRollout(number, settings, graded, values["old_logprobs"], values["from_engine"])
 

@@ -127,7 +127,6 @@ def facts(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def shown_settings(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings as text."""
     return {name: _text(value) for name, value in sorted(settings.items())}
 
 

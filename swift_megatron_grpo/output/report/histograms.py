@@ -48,7 +48,6 @@ def _label(rollouts: Sequence[int]) -> str:
 
 
 def of_completions(completions: Completions) -> dict[str, Any]:
-    """Return the histograms of the page, as JSON."""
     first, newest, first_label, newest_label = split(completions)
 
     def compare(name: str, value: Callable[[Completion], float | None]) -> dict[str, Any] | None:

@@ -30,7 +30,6 @@ def write_report(folders: Sequence[Path], target: Path, most_bytes: int = MOST_B
 
 
 def page(data: dict[str, Any]) -> str:
-    """Return the HTML of a page with this data."""
     filled = {
         "STYLE": asset("style.css"),
         "DATA": embedded(data),

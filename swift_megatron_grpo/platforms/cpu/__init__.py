@@ -68,7 +68,6 @@ def activate() -> None:
 
 
 def prepare_environment() -> None:
-    """Set the environment variables that libraries read, for this process and its children."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 

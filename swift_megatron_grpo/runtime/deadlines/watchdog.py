@@ -160,7 +160,6 @@ def _report_collectives(requests: int, responses: int) -> None:
 
 
 def describe_collectives() -> str:
-    """Describe the collectives that this process has recorded."""
     built = [vars(_distributed_c10d)[name] for name in _RECORDERS if name in vars(_distributed_c10d)]
     entries = [entry for dump in built for entry in json.loads(dump()).get("entries", [])]
     return format_entries(entries, time.time_ns())

@@ -34,6 +34,5 @@ class RowStats:
         return torch.stack([self.logprob] if self.entropy is None else [self.logprob, self.entropy], -1)
 
     def of(self, rows: slice) -> RowStats:
-        """Return the statistics of these rows."""
         entropy = None if self.entropy is None else self.entropy[rows]
         return RowStats(self.logprob[rows], self.peak[rows], self.log_total[rows], entropy)

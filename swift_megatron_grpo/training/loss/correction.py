@@ -95,7 +95,6 @@ _SQUARE = "rollout_correction/ess_square"
 
 @torch.no_grad()
 def weight_metrics(log_rho: torch.Tensor, weights: torch.Tensor, terms: Terms, config: Correction) -> Metrics:
-    """Compute metrics of the importance weights."""
     batch = terms.batch
     limit = config.rollout_importance_sampling_threshold
     bounded = weights.clamp(1 / limit, limit)

@@ -10,17 +10,7 @@ import torch
 
 from swift_megatron_grpo.packing.collate import MicroBatch
 from swift_megatron_grpo.settings.losses import LossConfig
-from swift_megatron_grpo.training.loss import correction, policies
-from swift_megatron_grpo.training.loss.averages import (
-    Average,
-    over_budget,
-    over_sequences,
-    over_tokens,
-    sequence_max,
-    sequence_mean,
-    sequence_min,
-    token_mean,
-)
+from swift_megatron_grpo.training.loss import averages, correction, policies
 from swift_megatron_grpo.training.loss.kl import ESTIMATORS, k3
 from swift_megatron_grpo.training.loss.terms import Metrics, Terms, TokenOutput
 
@@ -34,19 +24,19 @@ class Loss:
     """A policy loss and how its tokens are averaged."""
 
     policy: PolicyLoss | None  # per token; None: REAL, the loss of whole groups
-    average: Average
+    average: averages.Average
     reads_entropy: bool = False
 
 
 LOSSES: dict[str, Loss] = {
-    "grpo": Loss(policies.clipped, over_sequences),
-    "bnpo": Loss(policies.clipped, over_tokens),  # like in ms-swift; averaged over the whole step it equals dapo
-    "dapo": Loss(policies.clipped, over_tokens),
-    "dr_grpo": Loss(policies.clipped, over_budget),
-    "cispo": Loss(policies.cispo, over_tokens),
-    "sapo": Loss(policies.sapo, over_sequences),
-    "fipo": Loss(policies.fipo, over_tokens),
-    "real": Loss(None, over_tokens),
+    "grpo": Loss(policies.clipped, averages.over_sequences),
+    "bnpo": Loss(policies.clipped, averages.over_tokens),  # as in ms-swift; over the whole step it equals dapo
+    "dapo": Loss(policies.clipped, averages.over_tokens),
+    "dr_grpo": Loss(policies.clipped, averages.over_budget),
+    "cispo": Loss(policies.cispo, averages.over_tokens),
+    "sapo": Loss(policies.sapo, averages.over_sequences),
+    "fipo": Loss(policies.fipo, averages.over_tokens),
+    "real": Loss(None, averages.over_tokens),
 }
 MORE_METRICS: list[MetricFunction] = []  # of plugins, for every loss
 
@@ -82,19 +72,19 @@ def loss(batch: MicroBatch, output: TokenOutput, config: LossConfig) -> tuple[to
         policy_loss = share(per_token if batch.selected is None else per_token * batch.selected)
     total = policy_loss
     metrics["actor/pg_loss"] = policy_loss.detach()
-    metrics["actor/approxkl"] = token_mean(0.5 * terms.log_ratio.square(), batch)
+    metrics["actor/approxkl"] = averages.token_mean(0.5 * terms.log_ratio.square(), batch)
 
     if batch.ref_logprobs is not None:
         kl = ESTIMATORS[config.estimator](terms.logprobs, batch.ref_logprobs)
         total = total + config.kl_weight * share(kl)
-        metrics["kl"] = token_mean(kl, batch)
+        metrics["kl"] = averages.token_mean(kl, batch)
     if terms.entropy is not None:
         if config.entropy_coef:
             total = total - config.entropy_coef * share(terms.entropy)
         of_sequences = terms.rows.mean(terms.entropy.detach())
-        metrics["entropy/entropy_mean"] = sequence_mean(of_sequences, batch)
-        metrics["entropy/entropy_max"] = sequence_max(of_sequences, batch)
-        metrics["entropy/entropy_min"] = sequence_min(of_sequences, batch)
+        metrics["entropy/entropy_mean"] = averages.sequence_mean(of_sequences, batch)
+        metrics["entropy/entropy_max"] = averages.sequence_max(of_sequences, batch)
+        metrics["entropy/entropy_min"] = averages.sequence_min(of_sequences, batch)
     for more in MORE_METRICS:
         metrics |= more(terms, config)
     return total, metrics
@@ -109,7 +99,7 @@ def _corrections(terms: Terms, config: LossConfig) -> tuple[torch.Tensor | None,
     metrics: Metrics = {}
     weights = kept = None
     if batch.rollout_logprobs is not None:
-        metrics["rollout/k3_kl"] = token_mean(k3(batch.rollout_logprobs, terms.old), batch)
+        metrics["rollout/k3_kl"] = averages.token_mean(k3(batch.rollout_logprobs, terms.old), batch)
         if mode is not None or settings.log_rollout_offpolicy_metrics:
             metrics |= correction.mismatch_metrics(terms)
         if mode is not None:
@@ -120,5 +110,5 @@ def _corrections(terms: Terms, config: LossConfig) -> tuple[torch.Tensor | None,
         raise ValueError(f"rollout correction {mode} needs the engine's log-probs, but the samples have none")
     if delta is not None:
         kept = correction.near_policy(terms, delta)
-        metrics["off_policy_sequence_mask/masked_frac"] = sequence_mean((~kept).float(), batch)
+        metrics["off_policy_sequence_mask/masked_frac"] = averages.sequence_mean((~kept).float(), batch)
     return weights, kept, metrics

@@ -196,13 +196,11 @@ def distinct(tensors: Iterable[torch.Tensor]) -> Storages:
 
 
 def without(storages: Storages, others: Storages) -> Storages:
-    """Return `storages` that are not in `others`."""
     excluded = {storage._cdata for storage in others}
     return [storage for storage in storages if storage._cdata not in excluded]
 
 
 def total_bytes(storages: Iterable[torch.UntypedStorage]) -> int:
-    """Return the sum of the sizes."""
     return sum(storage.nbytes() for storage in storages)
 
 

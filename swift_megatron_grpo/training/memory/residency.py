@@ -19,16 +19,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from transformer_engine.pytorch.module.base import _dummy_wgrads
 
 from swift_megatron_grpo.settings.trained import Offloading
-from swift_megatron_grpo.training.memory.offload import (
-    HostCopy,
-    StorageGroup,
-    Storages,
-    frozen_storages,
-    gradient_storages,
-    optimizer_storages,
-    torch_optimizers,
-    trained_storages,
-)
+from swift_megatron_grpo.training.memory import offload
 from swift_megatron_grpo.training.trained_weights import gather_parameters
 
 GIB = 2**30
@@ -58,18 +49,22 @@ class Residency:
         self._log = log
         self._free_memory = free_memory
         self._drop_gradients = optimizer.zero_grad
-        self._gradients = StorageGroup("gradients", partial(gradient_storages, models), host=None)
+        self._gradients = offload.StorageGroup("gradients", partial(offload.gradient_storages, models), host=None)
 
-        def copied(name: str, find: Callable[[], Storages], rarely_written: bool = False) -> StorageGroup:
-            return StorageGroup(name, find, HostCopy(name, stream, rarely_written))
+        def copied(
+            name: str, find: Callable[[], offload.Storages], rarely_written: bool = False
+        ) -> offload.StorageGroup:
+            return offload.StorageGroup(name, find, offload.HostCopy(name, stream, rarely_written))
 
         self._reference = copied(
-            "reference policy", lambda: frozen_storages(frozen) + trained_storages(frozen), rarely_written=True
+            "reference policy",
+            lambda: offload.frozen_storages(frozen) + offload.trained_storages(frozen),
+            rarely_written=True,
         )
-        self._optimizer = copied("optimizer state", partial(optimizer_storages, optimizer, models))
+        self._optimizer = copied("optimizer state", partial(offload.optimizer_storages, optimizer, models))
         self._policy = [
-            copied("frozen weights", partial(frozen_storages, models), rarely_written=True),
-            copied("weights", partial(trained_storages, models)),
+            copied("frozen weights", partial(offload.frozen_storages, models), rarely_written=True),
+            copied("weights", partial(offload.trained_storages, models)),
         ]
         # The cheapest to move first: gradients are not copied, the reference one way only.
         self._movable = [
@@ -82,11 +77,11 @@ class Residency:
         self._logged: dict[str, set[str]] = {}  # the same as it was logged last, by the moment of the decision
         self._reference_fits_training: bool | None = None
         self._spare_in_training: int | None = None  # with the reference on the GPU; the least since the last decision
-        for inner in torch_optimizers(optimizer):
+        for inner in offload.torch_optimizers(optimizer):
             inner.register_step_pre_hook(self._before_update)
 
     @property
-    def groups(self) -> Mapping[str, StorageGroup]:
+    def groups(self) -> Mapping[str, offload.StorageGroup]:
         """All groups by name, including those that may not be offloaded."""
         return {group.name: group for group in (self._gradients, self._reference, self._optimizer, *self._policy)}
 
@@ -101,7 +96,6 @@ class Residency:
         self._offload([group for group in self._movable if group not in self._policy])
 
     def for_weight_sync(self) -> None:
-        """Reload the policy."""
         self._reload(*self._policy)
         gather_parameters(self._models)
 
@@ -116,11 +110,9 @@ class Residency:
         self._offload(self._movable)
 
     def for_inference(self) -> None:
-        """Reload the policy."""
         self._reload(*self._policy)
 
     def for_reference(self) -> None:
-        """Reload the policy and the reference."""
         self._reload(*self._policy, self._reference)
 
     def for_training(self) -> None:
@@ -135,7 +127,7 @@ class Residency:
         self._reload(*self._policy, self._gradients, self._optimizer)
         gather_parameters(self._models)
 
-    def _offload(self, groups: Sequence[StorageGroup]) -> None:
+    def _offload(self, groups: Sequence[offload.StorageGroup]) -> None:
         chosen = [group for group in groups if group.name in (self._chosen or ()) and not group.is_offloaded]
         if self._gradients in chosen:
             self._drop_gradients()  # the optimizer's fp32 copies of gradients that are accumulated in bf16
@@ -144,7 +136,7 @@ class Residency:
         if chosen:
             _release_unused_memory()  # vLLM's memory comes from another allocator
 
-    def _reload(self, *groups: StorageGroup) -> None:
+    def _reload(self, *groups: offload.StorageGroup) -> None:
         for group in groups:
             group.begin_reload()
         for group in groups:

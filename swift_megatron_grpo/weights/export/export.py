@@ -48,11 +48,7 @@ class WeightExport:
     """
 
     def __init__(
-        self,
-        bridge: GPTBridge,
-        models: Sequence[GPTModel],
-        adapter_only: bool = False,
-        left_out: tuple[str, ...] = (),
+        self, bridge: GPTBridge, models: Sequence[GPTModel], adapter_only: bool = False, left_out: tuple[str, ...] = ()
     ) -> None:
         self._bridge = bridge
         self._models = list(models)

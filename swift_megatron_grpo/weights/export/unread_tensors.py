@@ -21,11 +21,7 @@ from mcore_bridge.config import ModelConfig
 from swift_megatron_grpo.runtime.parallel import max_over_ranks
 from swift_megatron_grpo.runtime.replaced import replaced
 from swift_megatron_grpo.settings.run import UnreadTensors
-from swift_megatron_grpo.weights.export.kept_tensors import (
-    is_copy_of_embedding,
-    is_prediction_layer,
-    is_unbuilt_vision_tower,
-)
+from swift_megatron_grpo.weights.export import kept_tensors
 
 logger = logging.getLogger(__name__)
 _SHOWN = 5  # tensors that an error names
@@ -102,9 +98,9 @@ def every_tensor_read(config: ModelConfig, unread: UnreadTensors) -> Iterator[No
 def is_harmless(name: str, config: ModelConfig) -> bool:
     """Return True for a tensor that the model does not need."""
     return (
-        is_copy_of_embedding(name, config)
-        or is_prediction_layer(name, config)
-        or is_unbuilt_vision_tower(name, config)
+        kept_tensors.is_copy_of_embedding(name, config)
+        or kept_tensors.is_prediction_layer(name, config)
+        or kept_tensors.is_unbuilt_vision_tower(name, config)
         or any(re.search(pattern, name) for pattern in _HARMLESS)
     )
 

@@ -86,7 +86,6 @@ class LoadTrace(TorchDispatchMode):
         self.complete = False
 
     def register(self, weights: NamedWeights) -> Iterator[tuple[str, torch.Tensor]]:
-        """Register the tensors that pass through."""
         for name, sent in weights:
             tensor = sent.contiguous()  # so that an offset in the storage is an offset in the tensor
             self._registered.append(_Sent(name, tensor.untyped_storage().data_ptr(), _begin(tensor), tensor.nbytes))

@@ -66,7 +66,6 @@ class Staging:
         return [name for name, layer in self._layer_of.items() if layer.name not in self.quantized]
 
     def begin(self, collect_checksums: bool) -> None:
-        """Begin a load."""
         self.open = {}
         self.quantized = set()
         self._checksums = []

@@ -55,7 +55,6 @@ class WorkerWeights:
     unreadable: tuple[str, ...]  # tensors that are not held as they were sent: repacked for a kernel
 
     def to_json(self) -> dict[str, Any]:
-        """Return the weights in JSON types."""
         return dict(vars(self))
 
     @classmethod

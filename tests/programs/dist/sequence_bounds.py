@@ -9,7 +9,7 @@ import torch
 from mcore_bridge.model.modules import gated_delta_net
 
 from swift_megatron_grpo.cli.check_layouts.ranks import fixed_samples
-from swift_megatron_grpo.training import preparation
+from swift_megatron_grpo.training.upstream_fixes import linear_attention
 from tests.programs.dist.engine_runs import make_loss, make_trainer, write_report
 
 
@@ -24,7 +24,7 @@ def main(out: str, flags: list[str], unread: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gated_delta_net, "chunk_gated_delta_rule", watched)
         if not unread:
-            patch.setattr(preparation, "leave_bounds_unread", lambda models: None)
+            patch.setattr(linear_attention, "leave_bounds_unread", lambda models: None)
         trainer = make_trainer(flags)
         engine = trainer.build_engine()
         samples = fixed_samples(trainer.config.padded_vocab_size, 8, policies_given=True)

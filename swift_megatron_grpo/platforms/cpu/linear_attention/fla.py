@@ -22,7 +22,6 @@ _CHUNK = 64
 
 
 def l2norm(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Divide the last dimension by its length."""
     exact = widened(x)
     return (exact / (exact.square().sum(-1, keepdim=True) + eps).sqrt()).to(output_dtype or x.dtype)
 

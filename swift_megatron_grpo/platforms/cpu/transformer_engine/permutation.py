@@ -49,7 +49,6 @@ def moe_sort_chunks_by_index(inp: torch.Tensor, split_sizes: torch.Tensor, sorte
 def moe_sort_chunks_by_index_with_probs(
     inp: torch.Tensor, probs: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort the rows and their probabilities."""
     rows = moe_sort_chunks_by_index(inp, split_sizes, sorted_index)
     return rows, moe_sort_chunks_by_index(probs, split_sizes, sorted_index)
 

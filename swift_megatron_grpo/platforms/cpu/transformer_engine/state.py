@@ -64,6 +64,5 @@ def fp8_autocast(enabled: bool = True, **settings: object) -> Iterator[None]:
 
 @contextmanager
 def fp8_model_init(enabled: bool = True, **settings: object) -> Iterator[None]:
-    """Do nothing with fp8 off, where its settings have no effect."""
     reject_unsupported("fp8_model_init", enabled=enabled)
     yield
