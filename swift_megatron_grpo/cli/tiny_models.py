@@ -85,44 +85,26 @@ def text_values(sizes: Sizes) -> Values:
     """Return what the configs of all types have."""
     tokenizer = make_tokenizer()
     return {
-        "vocab_size": VOCABULARY,
-        "hidden_size": sizes.hidden,
-        "intermediate_size": sizes.intermediate,
-        "num_hidden_layers": sizes.layers,
-        "num_attention_heads": sizes.heads,
-        "num_key_value_heads": sizes.kv_heads,
-        "head_dim": sizes.head_dim,
-        "max_position_embeddings": sizes.positions,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+        "vocab_size": VOCABULARY, "hidden_size": sizes.hidden, "intermediate_size": sizes.intermediate,
+        "num_hidden_layers": sizes.layers, "num_attention_heads": sizes.heads, "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim, "max_position_embeddings": sizes.positions, "tie_word_embeddings": False,
+        "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
+    }  # fmt: skip
 
 
 def expert_values(sizes: Sizes) -> Values:
     return {
-        "num_experts": sizes.experts,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": sizes.expert_ffn,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "router_aux_loss_coef": 0.0,
-    }
+        "num_experts": sizes.experts, "num_experts_per_tok": 2, "moe_intermediate_size": sizes.expert_ffn,
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "router_aux_loss_coef": 0.0,
+    }  # fmt: skip
 
 
 def shared_expert_values(sizes: Sizes, scale: float) -> Values:
     """Return a dense layer before the mixtures, a shared expert, and sigmoid scores that are scaled."""
     return {
-        "first_k_dense_replace": 1,
-        "n_routed_experts": sizes.experts,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": sizes.expert_ffn,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": scale,
-    }
+        "first_k_dense_replace": 1, "n_routed_experts": sizes.experts, "n_shared_experts": 1, "num_experts_per_tok": 2,
+        "moe_intermediate_size": sizes.expert_ffn, "norm_topk_prob": True, "routed_scaling_factor": scale,
+    }  # fmt: skip
 
 
 def _deepseek_v3(sizes: Sizes) -> Values:
@@ -186,13 +168,10 @@ QWEN = Family(
                                 "<|vision_start|><|video_pad|><|vision_end|>", *IM_TURN[1:]),
 )  # fmt: skip
 GLM_IDS = {
-    "image_start_token_id": "<|begin_of_image|>",
-    "image_end_token_id": "<|end_of_image|>",
-    "video_start_token_id": "<|begin_of_video|>",
-    "video_end_token_id": "<|end_of_video|>",
-    "image_token_id": "<|image|>",
-    "video_token_id": "<|video|>",
-}
+    "image_start_token_id": "<|begin_of_image|>", "image_end_token_id": "<|end_of_image|>",
+    "video_start_token_id": "<|begin_of_video|>", "video_end_token_id": "<|end_of_video|>",
+    "image_token_id": "<|image|>", "video_token_id": "<|video|>",
+}  # fmt: skip
 GLM_FAMILY = Family(
     special=["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", *GLM_IDS.values()],
     ids=GLM_IDS,
@@ -306,13 +285,9 @@ def rope_config(shape: Shape) -> dict[str, Any]:
 def vision_config(shape: Shape) -> dict[str, Any]:
     if shape.kind == "internvl":
         return {
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 64,
-            "attention_bias": True,
-            "image_size": [TILE, TILE],
-        }
+            "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
+            "attention_bias": True, "image_size": [TILE, TILE],
+        }  # fmt: skip
     common = {"depth": 2, "num_heads": 2}
     if shape.kind == "qwen2_vl":
         return {**common, "embed_dim": 32, "hidden_size": shape.sizes.hidden, "mlp_ratio": 2}

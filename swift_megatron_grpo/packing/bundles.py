@@ -77,15 +77,9 @@ def plan_within(
         if shared.plan is not None and 0 < shared.gain >= share_from:
             return shared.plan
     return plan_by_tokens(
-        work.lengths,
-        ranks,
-        budget,
-        cost=work.cost,
-        align=align,
-        micro_batch_multiple=micro_batch_multiple,
-        completion_lengths=work.completions,
-        image_work=work.images,
-    )
+        work.lengths, ranks, budget, cost=work.cost, align=align, micro_batch_multiple=micro_batch_multiple,
+        completion_lengths=work.completions, image_work=work.images,
+    )  # fmt: skip
 
 
 def shared_if_worth_it(plan: StepPlan, work: SampleWork, groups: Sequence[Group], share_from: float) -> StepPlan:

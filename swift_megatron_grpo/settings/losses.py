@@ -12,15 +12,9 @@ KlEstimator = Literal["k1", "abs", "k2", "k3"]
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 # By --loss_type: does the loss clip the ratio? The functions are training.loss.LOSSES. Plugins add to both.
 CLIPS_RATIO = {
-    "grpo": True,
-    "bnpo": True,
-    "dr_grpo": True,
-    "dapo": True,
-    "cispo": False,
-    "sapo": False,
-    "real": False,
+    "grpo": True, "bnpo": True, "dr_grpo": True, "dapo": True, "cispo": False, "sapo": False, "real": False,
     "fipo": True,
-}
+}  # fmt: skip
 
 
 class Sapo(Flags):

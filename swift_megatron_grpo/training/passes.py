@@ -96,16 +96,10 @@ class Passes:
         routers = PassRouters(unwrap_model(self.models), position, train, records) if routing or records else None
 
         pack = partial(
-            collate,
-            samples,
-            step=count(samples),
-            align=self._align,
-            cp_rank=position.cp_rank,
-            cp_size=position.cp_size,
-            device=torch.device(torch.cuda.current_device()),
-            routing=routing,
+            collate, samples, step=count(samples), align=self._align, cp_rank=position.cp_rank,
+            cp_size=position.cp_size, device=torch.device(torch.cuda.current_device()), routing=routing,
             share_prompts=plan.share_prompts,
-        )
+        )  # fmt: skip
 
         def forward_step(iterator: Iterator[MicroBatch], model: MegatronModule) -> tuple[torch.Tensor, Any]:
             batch = next(iterator)

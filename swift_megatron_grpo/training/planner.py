@@ -121,17 +121,11 @@ def _flops_model(config: ModelConfig) -> FlopsModel:
         layers = layers_with_experts(config.num_layers, config.moe_layer_freq)
         experts = {"expert_layers": len(layers), "experts_width": width}
     return FlopsModel.of_transformer(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.ffn_hidden_size or 0,
-        num_attention_heads=config.num_attention_heads,
-        vocab_size=config.padded_vocab_size,
-        num_query_groups=config.num_query_groups,
-        kv_channels=config.kv_channels,
-        gated_linear_unit=config.gated_linear_unit,
-        delta_nets=_delta_nets(config),
-        **experts,
-    )
+        num_layers=config.num_layers, hidden_size=config.hidden_size, ffn_hidden_size=config.ffn_hidden_size or 0,
+        num_attention_heads=config.num_attention_heads, vocab_size=config.padded_vocab_size,
+        num_query_groups=config.num_query_groups, kv_channels=config.kv_channels,
+        gated_linear_unit=config.gated_linear_unit, delta_nets=_delta_nets(config), **experts,
+    )  # fmt: skip
 
 
 def _vision_tower_flops(vision: Any) -> VisionTowerFlops:
@@ -157,9 +151,6 @@ def _delta_nets(config: ModelConfig) -> DeltaNets | None:
     if config.experimental_attention_variant != "gated_delta_net":
         return None
     return DeltaNets(
-        sum(map(bool, config.linear_attention_freq)),
-        config.linear_num_key_heads,
-        config.linear_num_value_heads,
-        config.linear_key_head_dim,
-        config.linear_value_head_dim,
-    )
+        sum(map(bool, config.linear_attention_freq)), config.linear_num_key_heads, config.linear_num_value_heads,
+        config.linear_key_head_dim, config.linear_value_head_dim,
+    )  # fmt: skip

@@ -151,17 +151,11 @@ def flops_of(text: Mapping[str, Any], decoder: Decoder) -> FlopsModel:
         nets = DeltaNets(len(decoder.delta_layers), *(text[name] for name in names))
     head = decoder.queries // heads
     return FlopsModel.of_transformer(
-        num_layers=decoder.layers,
-        hidden_size=decoder.hidden,
-        ffn_hidden_size=decoder.ffn,
-        num_attention_heads=heads,
-        vocab_size=decoder.vocabulary,
-        num_query_groups=decoder.keys // head,
-        kv_channels=head,
-        delta_nets=nets,
+        num_layers=decoder.layers, hidden_size=decoder.hidden, ffn_hidden_size=decoder.ffn, num_attention_heads=heads,
+        vocab_size=decoder.vocabulary, num_query_groups=decoder.keys // head, kv_channels=head, delta_nets=nets,
         expert_layers=len(decoder.expert_layers),
         experts_width=decoder.experts_per_token * decoder.expert_ffn + decoder.shared_ffn,
-    )
+    )  # fmt: skip
 
 
 def _first(text: Mapping[str, Any], *names: str) -> int | None:

@@ -23,15 +23,10 @@ DENSE = [
 ]  # fmt: skip
 MOE = ["dp2+ep2", "tp2+sp", "tp2+sp+dp2+ep2", "tp2+sp+etp2", "pp2+vpp2"]
 SIZES = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-    "vpp": "virtual_pipeline_model_parallel_size",
-    "mbs": "micro_batch_size",
-    "tokens": "max_tokens_per_micro_batch",
-}
+    "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size", "mbs": "micro_batch_size", "tokens": "max_tokens_per_micro_batch",
+}  # fmt: skip
 SWITCHES = {
     "sp": ["--sequence_parallel", "true"],
     "recompute": ["--recompute_granularity", "full", "--recompute_method", "uniform", "--recompute_num_layers", "1"],

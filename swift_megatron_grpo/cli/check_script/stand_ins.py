@@ -245,16 +245,10 @@ def reduce(flags: Flags, ranks: int, steps: int) -> Flags:
 
 
 _OF_SMALL_RUNS: Flags = {
-    "save_strategy": ["steps"],
-    "logging_steps": ["1"],
-    "dataset_num_proc": ["1"],
-    "dataloader_num_workers": ["0"],
-    "load_from_cache_file": ["false"],
-    "check_model": ["false"],
-    "add_version": ["false"],
-    "vllm_gpu_memory_utilization": ["0.3"],
-    "vllm_enforce_eager": ["true"],
-}
+    "save_strategy": ["steps"], "logging_steps": ["1"], "dataset_num_proc": ["1"], "dataloader_num_workers": ["0"],
+    "load_from_cache_file": ["false"], "check_model": ["false"], "add_version": ["false"],
+    "vllm_gpu_memory_utilization": ["0.3"], "vllm_enforce_eager": ["true"],
+}  # fmt: skip
 _SIZES_OF_CLUSTERS = (
     "num_train_epochs", "generation_batch_size", "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split",

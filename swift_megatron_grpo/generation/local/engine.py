@@ -247,17 +247,10 @@ def _build(config: VllmConfig, template: Template, sleep_mode: bool, seed: int) 
     swift_utils.set_expandable_segments(False)  # vLLM's memory pool for sleeping cannot live in expandable segments
     engine_kwargs = {**config.engine_kwargs, **further_settings(config)}
     engine = images.EngineForImages(
-        config.model_dir,
-        torch_dtype=config.dtype,
-        model_type=config.model_type,
-        use_async_engine=False,
-        seed=seed,
-        enable_sleep_mode=sleep_mode,
-        load_format=engine_kwargs.pop("load_format", "auto"),
-        template=template,
-        engine_kwargs=engine_kwargs,
-        **shared_settings(config),
-    )
+        config.model_dir, torch_dtype=config.dtype, model_type=config.model_type, use_async_engine=False, seed=seed,
+        enable_sleep_mode=sleep_mode, load_format=engine_kwargs.pop("load_format", "auto"), template=template,
+        engine_kwargs=engine_kwargs, **shared_settings(config),
+    )  # fmt: skip
     swift_utils.set_expandable_segments(True)
     fast_outputs.speed_up_decoding(engine.engine)
     return engine

@@ -12,20 +12,10 @@ import torch
 
 # Keys of config.json. Models with equal values can load the same weights.
 MODEL_KEYS = (
-    "architectures",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "vocab_size",
+    "architectures", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "intermediate_size", "moe_intermediate_size", "num_experts", "num_local_experts", "n_routed_experts", "vocab_size",
     "tie_word_embeddings",
-)
+)  # fmt: skip
 
 
 def model_identity(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -97,13 +97,7 @@ def _describe(head: Sequence[dict[str, Any]], tail: Sequence[dict[str, Any]], li
 
 def _completion(row: dict[str, Any], functions: Sequence[str]) -> Completion:
     return Completion(
-        rollout=row["rollout"],
-        weights_version=row["gen_step"],
-        prompt=row["prompt"],
-        text=row["completion"],
-        rewards=[finite(row.get(name)) for name in functions],
-        total=finite(row["total_reward"]),
-        advantage=finite(row["advantages"]),
-        tokens=row["tokens"],
-        truncated=row["truncated"],
-    )
+        rollout=row["rollout"], weights_version=row["gen_step"], prompt=row["prompt"], text=row["completion"],
+        rewards=[finite(row.get(name)) for name in functions], total=finite(row["total_reward"]),
+        advantage=finite(row["advantages"]), tokens=row["tokens"], truncated=row["truncated"],
+    )  # fmt: skip

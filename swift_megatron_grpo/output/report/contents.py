@@ -112,17 +112,12 @@ def facts(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
         if isinstance(settings.get(name), int) and settings[name] > 1
     ]
     named = {
-        "model": settings.get("model"),
-        "tuning": settings.get("tuner_type"),
-        "ranks": settings.get("global_world_size"),
-        "layout": ", ".join(sizes),
-        "vLLM": settings.get("vllm_mode"),
-        "loss": settings.get("loss_type"),
-        "completions per step": settings.get("global_batch_size"),
-        "per prompt": settings.get("num_generations"),
-        "learning rate": settings.get("lr"),
+        "model": settings.get("model"), "tuning": settings.get("tuner_type"),
+        "ranks": settings.get("global_world_size"), "layout": ", ".join(sizes), "vLLM": settings.get("vllm_mode"),
+        "loss": settings.get("loss_type"), "completions per step": settings.get("global_batch_size"),
+        "per prompt": settings.get("num_generations"), "learning rate": settings.get("lr"),
         "beta": settings.get("beta"),
-    }
+    }  # fmt: skip
     return [(label, str(value)) for label, value in named.items() if value not in (None, "")]
 
 

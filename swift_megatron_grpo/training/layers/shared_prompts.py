@@ -54,14 +54,9 @@ def packed_params(inputs: ModelInputs) -> PackedSeqParams:
     whole = inputs.cu_seqlens[:: len(inputs.cu_seqlens) - 1].contiguous()
     # The table of angles has as many rows as the longest sequence has positions.
     return SharedPrompts(
-        qkv_format="thd",
-        cu_seqlens_q=whole,
-        cu_seqlens_kv=whole,
-        max_seqlen_q=shared.max_seqlen,
-        max_seqlen_kv=shared.max_seqlen,
-        segments=segments,
-        key_places=shared.places,
-    )
+        qkv_format="thd", cu_seqlens_q=whole, cu_seqlens_kv=whole, max_seqlen_q=shared.max_seqlen,
+        max_seqlen_kv=shared.max_seqlen, segments=segments, key_places=shared.places,
+    )  # fmt: skip
 
 
 def share_prompts(models: Sequence[nn.Module], cp_size: int, share_from: float | None) -> str | None:

@@ -86,15 +86,9 @@ class Terms:
         log_ratio = output.logprobs - old
         ratio = at_level(log_ratio, rows, level).clamp(-SAFE, SAFE).exp()
         return cls(
-            batch=batch,
-            rows=rows,
-            logprobs=output.logprobs,
-            entropy=output.entropy,
-            old=old,
-            log_ratio=log_ratio,
-            ratio=ratio,
-            advantages=batch.advantages,
-        )
+            batch=batch, rows=rows, logprobs=output.logprobs, entropy=output.entropy, old=old, log_ratio=log_ratio,
+            ratio=ratio, advantages=batch.advantages,
+        )  # fmt: skip
 
 
 def at_level(log_ratio: torch.Tensor, rows: Rows, level: RatioLevel) -> torch.Tensor:

@@ -51,16 +51,8 @@ def chunk_gated_delta_rule(
         q, k = l2norm(q), l2norm(k)
     q, k = widened(q) * (q.shape[-1] ** -0.5 if scale is None else scale), widened(k)
     copies = v.shape[2] // k.shape[2]
-    heads_first = [
-        x.transpose(1, 2)
-        for x in (
-            q.repeat_interleave(copies, dim=2),
-            k.repeat_interleave(copies, dim=2),
-            widened(v),
-            widened(g),
-            widened(beta),
-        )
-    ]
+    repeated = [x.repeat_interleave(copies, dim=2) for x in (q, k)]
+    heads_first = [x.transpose(1, 2) for x in (*repeated, *map(widened, (v, g, beta)))]
     bounds = [0, v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
     if bounds[-1] != v.shape[1] or (cu_seqlens is not None and len(v) != 1):
         raise ValueError(f"chunk_gated_delta_rule: cu_seqlens {bounds} do not fit inputs of shape {list(v.shape)}")

@@ -73,12 +73,8 @@ def _run_requests(
         copies = heads // k.shape[1]
         q, k = (l2norm(x).repeat_interleave(copies, dim=1) for x in (q, k))
         output, state = delta_rule(
-            q * k_size**-0.5,
-            k,
-            v,
-            decay[begin:end].T[None],
-            beta[begin:end].T[None],
+            q * k_size**-0.5, k, v, decay[begin:end].T[None], beta[begin:end].T[None],
             state_cache[slot][None].float() if continued else None,
-        )
+        )  # fmt: skip
         state_cache[slot] = state[0].to(state_cache.dtype)
         out[begin:end] = output[0].transpose(0, 1).to(out.dtype)
