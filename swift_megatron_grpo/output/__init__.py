@@ -5,6 +5,4 @@ recording/    rollouts on disk: dump, replay, and the files of an interrupted ru
 console/      the lines that a run prints
 report/       one HTML file per run, or of several; standard library only
 disk/         files that are complete or absent, checksums, locks, errors of a full disk
-
-Tests: tests/unit/output.
 """

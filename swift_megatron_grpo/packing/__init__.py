@@ -8,6 +8,4 @@
     routing.py   given experts of a micro batch, and recorded ones by sample
     expert_rows.py  rows of experts as compressed JSON, and back within bounds
     collate.py   samples of a micro batch to the tensors of a packed forward pass
-
-Tests: tests/unit/packing.
 """

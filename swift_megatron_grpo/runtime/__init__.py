@@ -8,6 +8,4 @@ replaced.py      replace an attribute inside a context
 gpus.py          memory and speed of known GPUs
 deadlines/       end a run in which a phase or a reward function takes too long
 stopping/        end a run on SIGTERM or SIGINT, after the current step and with a checkpoint
-
-Tests: tests/unit/runtime.
 """

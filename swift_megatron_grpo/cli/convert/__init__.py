@@ -12,6 +12,4 @@
 
 Every key ends in one of four places: a flag, a comment that this package needs no such setting, a list of what must be
 decided by hand, or the list of keys that have no counterpart. docs/migration.md has the tables.
-
-Tests: tests/unit/cli/convert.
 """

@@ -3,6 +3,4 @@
     command.py   the command
     packages.py  installed versions against the tested ranges, from this package's metadata
     machine.py   GPUs, driver, NCCL, disk, shared memory and ports, and whether torch and the trainer can be imported
-
-Tests: tests/unit/cli/doctor.
 """

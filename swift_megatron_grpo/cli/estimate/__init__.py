@@ -5,6 +5,4 @@
     memory.py       memory by rank and phase; weights and cache of vLLM
     throughput.py   work and seconds of a step, and the pipeline stages that are most even
     advice.py       the nearest settings that fit
-
-Tests: tests/unit/cli/estimate.
 """

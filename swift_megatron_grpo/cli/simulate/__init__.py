@@ -4,6 +4,4 @@
     split.py    the share of GPUs for servers, against colocation
     tail.py     idle slots of a server at the end of rollouts, with later rollouts started ahead
     lengths.py  distributions of token counts
-
-Tests: tests/unit/cli/simulate.
 """

@@ -3,6 +3,4 @@
 checks.py      validates the multi-turn flags and names in ms-swift's registries, with suggestions
 running.py     runs conversations with a scheduler, records their turns, ends those that outgrow the engine
 turns.py       joins the turns of a conversation into one token sequence
-
-Tests: tests/unit/generation/conversations.
 """

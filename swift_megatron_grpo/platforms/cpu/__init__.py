@@ -16,8 +16,6 @@ linear_attention/    flash-linear-attention's API, and vLLM's linear attention, 
 routed_experts.py    the experts that vLLM's routers choose, from its first model runner
 fixes.py             fixes of upstream code that fails without a GPU
 torchvision_operators.py  makes torchvision importable, in every process with a CPU build of torch
-
-Tests: tests/unit/platforms/cpu.
 """
 
 from __future__ import annotations

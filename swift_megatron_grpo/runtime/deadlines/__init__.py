@@ -3,6 +3,4 @@
 watchdog.py     the rank's side: starts the monitor and sends it the current deadlines
 monitor.py      a process for each rank: past a deadline it writes a report and kills the rank
 interrupt.py    interrupts Python code in the main thread after a timeout
-
-Tests: tests/unit/runtime/deadlines.
 """

@@ -2,6 +2,4 @@
 
     fla.py            gated delta rule, l2 norm and causal convolution, as megatron-core and mcore-bridge import them
     vllm_core.py      the core of vLLM's gated delta net, with its caches of states
-
-Tests: tests/unit/platforms/cpu/linear_attention.
 """
