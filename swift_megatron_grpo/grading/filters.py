@@ -12,8 +12,6 @@ Draw = Callable[[int], Sequence[Graded]]  # n -> n groups of further prompts, ge
 
 
 class Resampled(NamedTuple):
-    """Result of `resample`."""
-
     graded: list[Graded]  # as many as before
     rounds: int  # rounds in which more groups were generated
     generated: int  # groups generated in total, including the first ones

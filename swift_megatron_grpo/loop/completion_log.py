@@ -14,8 +14,6 @@ from swift_megatron_grpo.types import Graded
 
 @dataclass
 class CompletionLog:
-    """Writes the completions of each rollout."""
-
     config: CompletionLogging
     reward_names: Sequence[str]
     decode: Callable[[list[int]], str]

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RunAhead:
-    """The rule for one run."""
-
     max_staleness: int
     steps_per_rollout: int
     first_rollout: int  # of this run, which may resume an interrupted one

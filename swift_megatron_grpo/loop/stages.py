@@ -25,8 +25,6 @@ from swift_megatron_grpo.training.reference import Reference
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of one run on this rank."""
-
     prompts: PromptSource
     spare_prompts: PromptSource  # for --dynamic_sample, in another order
     image_reader: ImageReader | None  # None: the prompts are text

@@ -1,11 +1,11 @@
 """Assigns samples to ranks and micro batches, and packs a micro batch into tensors. No padding between sequences.
 
-    plan.py      which rank trains which sample in which micro batch (pure Python)
-    bundles.py   the same for prompts that are shared within groups (pure Python)
-    flops.py     the cost of a sequence, for equal work on all ranks (pure Python)
-    segments.py  the order of tokens in a micro batch: sequences, or prompts and their completions
-    images.py    images of a micro batch, and positions on three axes
-    routing.py   given experts of a micro batch, and recorded ones by sample
-    expert_rows.py  rows of experts as compressed JSON, and back within bounds
-    collate.py   samples of a micro batch to the tensors of a packed forward pass
+plan.py      which rank trains which sample in which micro batch (pure Python)
+bundles.py   the same for prompts that are shared within groups (pure Python)
+flops.py     the cost of a sequence, for equal work on all ranks (pure Python)
+segments.py  the order of tokens in a micro batch: sequences, or prompts and their completions
+images.py    images of a micro batch, and positions on three axes
+routing.py   given experts of a micro batch, and recorded ones by sample
+expert_rows.py  rows of experts as compressed JSON, and back within bounds
+collate.py   samples of a micro batch to the tensors of a packed forward pass
 """

@@ -28,8 +28,6 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class SampleWork:
-    """Sizes of all samples of a step."""
-
     lengths: Sequence[int]  # tokens
     completions: Sequence[int]  # tokens that the head processes
     images: Sequence[float] | None  # FLOPs of the images of each sample

@@ -53,8 +53,6 @@ class SharedKeys:
 
 @dataclass(frozen=True, slots=True)
 class ModelInputs:
-    """Inputs of the model."""
-
     input_ids: torch.Tensor  # [1, l]
     packed_ids: torch.Tensor  # [1, n] of all context-parallel ranks, which a composite model embeds
     position_ids: torch.Tensor  # [1, l]; in a micro batch with images that have axes [3, 1, l]

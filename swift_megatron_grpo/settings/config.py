@@ -35,8 +35,6 @@ class SamplingConfig:
 
 @dataclass(frozen=True, slots=True)
 class VllmConfig:
-    """Settings of a vLLM engine inside the training processes."""
-
     model_dir: str
     model_type: str
     dtype: torch.dtype
@@ -107,8 +105,6 @@ class MultiTurnConfig:
 
 @dataclass(frozen=True, slots=True)
 class GradingConfig:
-    """Rewards and advantages."""
-
     num_generations: int
     reward_names: tuple[str, ...]  # those of --reward_funcs, each of them once
     reward_weights: tuple[float, ...]  # one per reward function
@@ -121,8 +117,6 @@ class GradingConfig:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationConfig:
-    """Evaluation on the validation datasets."""
-
     sampling: SamplingConfig  # with a seed
     num_generations: int
     prompts_at_once: int

@@ -72,8 +72,6 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class DataShape:
-    """The datasets."""
-
     images: int  # the most in a row
     model_sees: bool = True  # the model has an image part
 

@@ -18,15 +18,11 @@ CLIPS_RATIO = {
 
 
 class Sapo(Flags):
-    """Temperatures of the SAPO loss."""
-
     tau_pos: Annotated[float, Above(0, use=1.0)] = 1.0
     tau_neg: Annotated[float, Above(0, use=1.05)] = 1.05
 
 
 class Fipo(Flags):
-    """Token weights of the FIPO loss."""
-
     fipo_decay_rate: Annotated[float, Above(0, use=32)] = 32.0  # half-life, in tokens
     fipo_clip_range: Annotated[float | None, AtLeast(0, use=0.2, why="0 does not clip the weight")] = 0.2
     fipo_clip_high_only: bool = True

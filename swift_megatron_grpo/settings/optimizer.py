@@ -11,8 +11,6 @@ _BELOW_1 = Range(0, 0.9, high=1, below_high=True, why=_DECAYS)
 
 
 class LearningRate(Flags):
-    """The schedule of the learning rate."""
-
     lr: Annotated[float | None, Range(0, 1e-6, high=1e4, above_low=True, why="at 0 no weight is trained")]
     min_lr: Annotated[float, AtLeast(0, use=0)]
     lr_warmup_init: Annotated[float, AtLeast(0, use=0)]
@@ -58,8 +56,6 @@ class LearningRate(Flags):
 
 
 class Optimizer(Flags):
-    """The optimizer and its weight decay."""
-
     weight_decay: Annotated[float, AtLeast(0, use=0.1)]
     weight_decay_incr_style: str
     start_weight_decay: Annotated[float | None, AtLeast(0, use=0.1)]

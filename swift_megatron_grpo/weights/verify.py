@@ -25,8 +25,6 @@ NAMED = 8  # tensors that a message names for each kind of problem
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One finding of a check."""
-
     where: str  # an engine, or the trainer
     what: str
     tensor: str = ""  # empty: the problem is not about a tensor
@@ -52,8 +50,6 @@ def _some(names: Collection[str], number: int) -> str:
 
 
 class TensorSpec(NamedTuple):
-    """Shape and type of a sent tensor."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
 

@@ -33,8 +33,6 @@ from swift_megatron_grpo.settings.parallel import faults_of_layout
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimates of one step."""
-
     plan: StepPlan
     largest: Tokens  # micro batch, if all completions have --max_completion_length
     fullest: int  # tokens of the largest micro batch that completions of other lengths can make; memory is for it

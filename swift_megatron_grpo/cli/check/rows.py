@@ -26,8 +26,6 @@ _SOLUTIONS = ("solution", "answer", "ground_truth", "target")  # columns with a 
 
 @dataclass(frozen=True)
 class Rows:
-    """The dataset."""
-
     total: int
     prompts: list[Prompt]  # the first ones that training would take
     lengths: list[int]  # tokens of each of them, with those of its images

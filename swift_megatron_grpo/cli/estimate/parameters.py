@@ -39,8 +39,6 @@ _PARTS = {  # the first pattern that a name has; all others are LAYERS
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor of a checkpoint."""
-
     name: str
     shape: tuple[int, ...]
     part: Part

@@ -39,8 +39,6 @@ GROWING, FLAT = Decode(0.004, 0.00003), Decode(0.0044, 0.0)  # the second one: d
 
 @dataclass(frozen=True)
 class Case:
-    """A run to simulate."""
-
     max_staleness: int = 1
     groups_ahead: int = 0  # of the next rollout, started when no completion waits; one rollout staler than the rule
     uniform: float = 0.0  # share of groups that --dynamic_sample replaces

@@ -34,8 +34,6 @@ class NoRoom(Exception):
 
 
 class TurnRecorder:
-    """The turns of one conversation."""
-
     def __init__(self, sampling: RequestConfig, tokens_of_all_turns: int | None) -> None:
         self.recorded: list[Turn] = []
         self._tokens_of_all_turns = tokens_of_all_turns
@@ -87,8 +85,6 @@ current: ContextVar[TurnRecorder | None] = ContextVar("current", default=None)  
 
 
 class Conversations:
-    """Runs conversations with one scheduler."""
-
     def __init__(self, scheduler: MultiTurnScheduler) -> None:
         self._scheduler = scheduler
         end_without_room(scheduler)

@@ -44,8 +44,6 @@ _SHOWN = 3  # problems that an error names
 
 
 class Routes:
-    """HTTP routes of a server."""
-
     STATUS = "/grpo/status"
     GENERATE = "/grpo/generate"
     GENERATE_BATCH = "/grpo/generate_batch"  # one line for each request, as soon as it ends
@@ -131,8 +129,6 @@ Experts = Annotated[ExpertRows | None, PlainValidator(decode_rows), PlainSeriali
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One completion, token by token."""
-
     prompt_ids: Tokens
     completion_ids: Tokens
     logprobs: Logprobs | None
@@ -159,8 +155,6 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class ConversationSettings:
-    """Settings of a server for conversations."""
-
     scheduler: str  # key of swift.rollout.multi_turns
     max_turns: StrictInt | None
     gym_env: str | None  # key of swift.rollout.envs, for rows that name none
@@ -169,8 +163,6 @@ class ConversationSettings:
 
 @dataclass(frozen=True, slots=True)
 class ServerStatus:
-    """The status that a server reports."""
-
     plugin: str  # version of this package on the server
     protocol: StrictInt
     instance: str  # a new id after every start

@@ -55,8 +55,6 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
 
 @dataclass(frozen=True, slots=True)
 class ContentLimits:
-    """Limits on the content of one request."""
-
     nesting: int  # levels of lists and objects
     messages: int  # of one request
     prompt_characters: int

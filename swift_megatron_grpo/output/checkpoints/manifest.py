@@ -59,8 +59,6 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One file of a checkpoint."""
-
     size: int
     crc32: str
 

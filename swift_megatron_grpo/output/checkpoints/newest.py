@@ -21,8 +21,6 @@ _SHOWN = 3  # checkpoints that an error names
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint to continue from."""
-
     folder: Path
     step: int
     has_adapter: bool  # True: it holds an adapter, not the model

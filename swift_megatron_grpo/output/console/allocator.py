@@ -23,8 +23,6 @@ def retries_so_far() -> int:
 
 
 class AllocatorRetries:
-    """The retries between two logs."""
-
     def __init__(self, read: Callable[[], int] = retries_so_far) -> None:
         self._read, self._seen = read, read()
         self._logs, self._has_warned = 0, False

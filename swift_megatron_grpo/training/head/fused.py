@@ -29,8 +29,6 @@ _TILE = 128  # rows of the tiles into which a GPU cuts a matrix product
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Settings of one call."""
-
     vocabulary: Vocabulary
     entropy: bool
     chunk: int  # rows whose logits exist at one time

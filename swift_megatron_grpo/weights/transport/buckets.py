@@ -26,8 +26,6 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Packed tensors."""
-
     header: dict[str, Any]  # the entries in JSON types, which `unpack` needs
     data: torch.Tensor  # [bytes] uint8
 

@@ -231,8 +231,6 @@ def _allowed(mask_type: str, mask: torch.Tensor | tuple[torch.Tensor, torch.Tens
 
 @dataclass(frozen=True, slots=True)
 class PackedSequence:
-    """One sequence of a packed batch."""
-
     start: int  # its first token among the tokens of all context-parallel ranks
     length: int  # tokens without padding
     room: int  # tokens including padding, up to the next sequence
