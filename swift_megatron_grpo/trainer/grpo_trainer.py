@@ -158,14 +158,10 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     def loaded_models(self) -> LoadedModels:
         return LoadedModels(
-            wrapped=self.wrapped_models,
-            unwrapped=self.unwrapped_models,
-            peft=self.peft_models,
-            optimizer=self.optimizer,
-            scheduler=self.opt_param_scheduler,
-            bridge=self.bridge,
+            wrapped=self.wrapped_models, unwrapped=self.unwrapped_models, peft=self.peft_models,
+            optimizer=self.optimizer, scheduler=self.opt_param_scheduler, bridge=self.bridge,
             reference=self.frozen_reference,
-        )
+        )  # fmt: skip
 
     def build_engine(self) -> engine.MegatronEngine:
         return training_engine(self.settings, self.loaded_models())

@@ -138,12 +138,9 @@ def _vision_tower_flops(vision: Any) -> VisionTowerFlops:
     else:
         width = vision.out_hidden_size if vision.model_type.startswith("glm4v") else vision.intermediate_size
     return VisionTowerFlops(
-        layers=layers,
-        full_layers=len(vision.fullatt_block_indexes) if windows else layers,
-        hidden_size=hidden,
-        ffn_hidden_size=width,
-        window=(vision.window_size // vision.patch_size) ** 2 if windows else 0,
-    )
+        layers=layers, full_layers=len(vision.fullatt_block_indexes) if windows else layers, hidden_size=hidden,
+        ffn_hidden_size=width, window=(vision.window_size // vision.patch_size) ** 2 if windows else 0,
+    )  # fmt: skip
 
 
 def _delta_nets(config: ModelConfig) -> DeltaNets | None:

@@ -14,13 +14,9 @@ from swift.rlhf_trainers import utils as swift_utils
 def load_adapter(worker: Any, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     swift_utils.patch_vllm_load_adapter()  # lets vLLM load an adapter from tensors; repeated calls have no effect
     request = swift_utils.TensorLoRARequest(
-        lora_name=swift_utils.VLLM_LORA_NAME,
-        lora_int_id=swift_utils.VLLM_LORA_INT_ID,
-        lora_path=swift_utils.VLLM_LORA_PATH,
-        peft_config=config,
-        lora_tensors=tensors,
-        load_inplace=True,
-    )
+        lora_name=swift_utils.VLLM_LORA_NAME, lora_int_id=swift_utils.VLLM_LORA_INT_ID,
+        lora_path=swift_utils.VLLM_LORA_PATH, peft_config=config, lora_tensors=tensors, load_inplace=True,
+    )  # fmt: skip
     worker.add_lora(request)
     manager = worker.model_runner.lora_manager._adapter_manager
     adapter = manager.get_adapter(swift_utils.VLLM_LORA_INT_ID)
