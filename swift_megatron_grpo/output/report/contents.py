@@ -100,17 +100,9 @@ def remaining_seconds(training: Table, total_steps: int | None, newest: int = 20
 
 def facts(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return what a reader asks first about a run's settings."""
-    sizes = [
-        f"{short} {settings[name]}"
-        for short, name in (
-            ("TP", "tensor_model_parallel_size"),
-            ("PP", "pipeline_model_parallel_size"),
-            ("CP", "context_parallel_size"),
-            ("EP", "expert_model_parallel_size"),
-            ("DP", "data_parallel_size"),
-        )
-        if isinstance(settings.get(name), int) and settings[name] > 1
-    ]
+    kinds = ("tensor_model", "pipeline_model", "context", "expert_model", "data")
+    given = {f"{kind[0].upper()}P": settings.get(f"{kind}_parallel_size") for kind in kinds}
+    sizes = [f"{short} {size}" for short, size in given.items() if isinstance(size, int) and size > 1]
     named = {
         "model": settings.get("model"), "tuning": settings.get("tuner_type"),
         "ranks": settings.get("global_world_size"), "layout": ", ".join(sizes), "vLLM": settings.get("vllm_mode"),
