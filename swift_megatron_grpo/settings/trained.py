@@ -14,6 +14,10 @@ from swift_megatron_grpo.settings.layout import ModelShape
 from swift_megatron_grpo.settings.modules import fault_of_names, frozen
 
 _DTYPES = ("bfloat16", "float16", "half", "float32", "float")  # as torch names them, which ms-swift looks up
+_NOTHING_TRAINED = (
+    "freezes every weight, so nothing would be trained; leave it out, or use --trainable_parameters with the names of "
+    "some weights"
+)
 _ONLY_FULL = (
     "freeze_parameters_ratio", "freeze_parameters_regex", "trainable_parameters", "trainable_parameters_regex",
 )  # fmt: skip
@@ -80,10 +84,7 @@ class Trained(Flags):
                 if pattern and re.search(pattern, ""):  # what is found in an empty name is found in every one
                     frozen_by = f"freeze_parameters_regex {pattern}"
             if frozen_by:
-                yield (
-                    f"--{frozen_by} freezes every weight, so nothing would be trained; leave it out, or use "
-                    "--trainable_parameters with the names of some weights"
-                )
+                yield f"--{frozen_by} {_NOTHING_TRAINED}"
 
     @rule
     def modules_of_an_adapter_exist(self, shape: ModelShape) -> Faults:
@@ -112,10 +113,7 @@ class Trained(Flags):
             is_frozen = frozen(shape.modules, self.freeze_parameters, self.freeze_parameters_regex)
             is_thawed = frozen(shape.modules, self.trainable_parameters, self.trainable_parameters_regex)
             if all(is_frozen) and not any(is_thawed):
-                yield (
-                    f"{self.freezing} freezes every weight, so nothing would be trained; leave it out, or use "
-                    "--trainable_parameters with the names of some weights"
-                )
+                yield f"{self.freezing} {_NOTHING_TRAINED}"
 
     @rule
     def megatron_recomputes_some_layers(self) -> Faults:

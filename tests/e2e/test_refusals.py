@@ -40,8 +40,7 @@ def test_rows_that_would_be_dropped_end_the_run_before_a_model_loads(folder: Pat
 @pytest.mark.e2e
 def test_too_few_rows_for_a_step_end_the_run_with_one_message(folder: Path, dense: Path, dataset: Path) -> None:
     (few := folder / "few.jsonl").write_text(dataset.read_text().splitlines()[0])
-    epochs = ["--train_iters", "none", "--num_train_epochs", "1"]
-    run = megatron_command(dense, few, folder / "few", 2, epochs)
+    run = megatron_command(dense, few, folder / "few", 2, ["--num_train_epochs", "1"])
     assert run.code == 1 and LOADING not in run.output and "Traceback" not in run.output
     message = "the dataset's 1 prompts are too few for one training step in --num_train_epochs 1; use --train_iters"
     assert run.output.count(message) == 1 and run.output.splitlines()[-1].startswith(message), run.output[-3000:]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from signal import SIGTERM
 from types import SimpleNamespace
@@ -208,14 +208,20 @@ def test_generating_only_counts_the_steps_and_saves_nothing(tmp_path: Path, monk
     assert not list(tmp_path.iterdir()) and run.events[-1] == "watchdog ends"
 
 
+def saving_three(folder: Path, monkeypatch: pytest.MonkeyPatch, times: Sequence[int]) -> Any:
+    """Return a trainer that has saved three steps, at these times by the clock."""
+    trainer, _ = make(folder, monkeypatch)
+    for step, time in enumerate(times, start=1):
+        trainer.state.iteration = step
+        trainer.save_checkpoint()
+        os.utime(folder / f"checkpoint-{step}", (time, time))
+    return trainer
+
+
 def test_incomplete_checkpoints_are_removed_first_a_loaded_one_never(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer, _ = make(tmp_path, monkeypatch)
-    for number in (1, 2, 3):
-        trainer.state.iteration = number
-        trainer.save_checkpoint()
-        os.utime(tmp_path / f"checkpoint-{number}", (number, number))
+    trainer = saving_three(tmp_path, monkeypatch, times=(1, 2, 3))
     (tmp_path / "checkpoint-2" / "manifest.json").unlink()
     trainer.args.resumes, trainer.args.mcore_model = True, str(tmp_path / "checkpoint-1")  # type: ignore[misc]
     assert [Path(path).name for path in trainer._sorted_checkpoints(str(tmp_path))] == ["checkpoint-2", "checkpoint-3"]
@@ -224,11 +230,7 @@ def test_incomplete_checkpoints_are_removed_first_a_loaded_one_never(
 def test_the_checkpoint_saved_last_is_removed_last_whatever_the_clock_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer, _ = make(tmp_path, monkeypatch)
-    for number in (1, 2, 3):
-        trainer.state.iteration = number
-        trainer.save_checkpoint()
-        os.utime(tmp_path / f"checkpoint-{number}", (9 - number, 9 - number))  # the clock goes back
+    trainer = saving_three(tmp_path, monkeypatch, times=(8, 7, 6))
     names = [Path(path).name for path in trainer._sorted_checkpoints(str(tmp_path))]
     assert names == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
     trainer.state.best_model_checkpoint = str(tmp_path / "checkpoint-1")
