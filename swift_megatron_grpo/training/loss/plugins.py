@@ -20,6 +20,7 @@ from swift_megatron_grpo.training.loss.total import LOSSES, MORE_METRICS, Loss, 
 from swift_megatron_grpo.types import Sample
 
 _LENGTHS = (5, 1, 4, 2)  # of the completions of the made-up step, two for each prompt
+_VALUE = "its value"  # of a loss, in the messages of a mistake
 _PACKINGS = ([[0, 1, 2, 3]], [[3, 1], [0, 2]])
 
 
@@ -44,7 +45,7 @@ def register_loss(
                     f"loss {name!r} returns a tensor of shape {list(per_token.shape)}; return a value with a gradient "
                     f"for each of the {len(terms.logprobs)} trained tokens, as terms.logprobs has"
                 )
-            return {**metrics, "its value": average(per_token, terms.rows, terms.batch, config).detach()}
+            return {**metrics, _VALUE: average(per_token, terms.rows, terms.batch, config).detach()}
 
         _try(f"loss {name!r}", share, LossConfig(loss_type=name, beta=0.0), reads_entropy)
         LOSSES[name] = Loss(policy, average, reads_entropy)
