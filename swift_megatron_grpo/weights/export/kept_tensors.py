@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from mcore_bridge.config import ModelConfig
 from mcore_bridge.utils import is_master
 
+from swift_megatron_grpo.runtime.replaced import replaced
 from swift_megatron_grpo.weights.stored_tensors import stored_tensors
 
 _SHOWN = 3  # tensors that the note names
@@ -78,7 +79,10 @@ def keep_untrained_tensors(bridge: Any, config: ModelConfig, source: str, keep: 
         models: Any, folder: str, *args: Any, save_missing_weights: str | bool | None = None, **options: Any
     ) -> None:
         wanted = save_missing_weights or (source if untrained and keep is not False else False)
-        save_weights(models, folder, *args, save_missing_weights=wanted, **options)
+        # peft looks for an adapter's modules by their names in transformers, not by those of an older checkpoint
+        mapping = {} if options.get("peft_format") else bridge.hf_state_dict_mapping
+        with replaced(bridge, "hf_state_dict_mapping", mapping):
+            save_weights(models, folder, *args, save_missing_weights=wanted, **options)
         defaults = Path(source, "generation_config.json")
         if defaults.is_file() and not options.get("peft_format") and is_master():
             shutil.copyfile(defaults, Path(folder, defaults.name))

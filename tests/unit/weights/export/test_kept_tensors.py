@@ -16,19 +16,21 @@ from swift_megatron_grpo.weights.export.kept_tensors import keep_untrained_tenso
 TRAINED, VISION_TOWER = "model.language_model.layers.0.mlp.weight", "model.visual.blocks.0.weight"
 OTHERS = {"model.rotary_emb.inv_freq"}  # copied only if the user asks for every missing tensor
 NAMES = [TRAINED, VISION_TOWER, "lm_head.weight", "mtp.fc.weight", "model.rotary_emb.inv_freq"]
+OLDER_NAMES = {"visual": "model.visual"}  # of a checkpoint
 
 
 class Bridge:
     """Saves what `built` names; the rest of mcore-bridge's logic for missing tensors is in `_save_missing_weights`."""
 
     def __init__(self, built: list[str]) -> None:
+        self.hf_state_dict_mapping = OLDER_NAMES
         self.built = built
         self.saved: list[str] = []
 
     def save_weights(
         self, models: object, folder: str, save_missing_weights: str | bool = False, peft_format: bool = False
     ) -> None:
-        self.saved = list(self.built)
+        self.saved, self.mapping = list(self.built), self.hf_state_dict_mapping
         if save_missing_weights:
             self._save_missing_weights(None, {*self.built}, str(save_missing_weights))
 
@@ -103,3 +105,11 @@ def test_a_whole_model_is_saved_with_the_sampling_defaults_of_its_source(source:
         bridge.save_weights(None, str(tmp_path / name), peft_format=is_adapter)
     assert (tmp_path / "whole" / "generation_config.json").read_text() == defaults
     assert not list((tmp_path / "adapter").iterdir())
+
+
+def test_an_adapter_is_saved_under_the_names_of_transformers(source: str, tmp_path: Path) -> None:
+    bridge = Bridge([TRAINED])
+    keep_untrained_tensors(bridge, config(), source, None)
+    for is_adapter, mapping in ((True, {}), (False, OLDER_NAMES)):
+        bridge.save_weights(None, str(tmp_path), peft_format=is_adapter)
+        assert bridge.mapping == mapping

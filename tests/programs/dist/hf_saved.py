@@ -1,0 +1,109 @@
+"""Compare what saved_families.py has saved with plain transformers and peft. No megatron, no ms-swift.
+
+python hf_saved.py MODEL WHOLE ADAPTER MERGED
+
+MODEL is the source of the other three: a whole model, an adapter and the model merged with it. Prints JSON: the largest
+differences of log-probs and of merged weights, and what differs from the source in the folders of WHOLE and MERGED.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    GenerationConfig,
+)
+
+CHAT: list[dict[str, Any]] = [{"role": "user", "content": "What is it? <think>"}]
+CHAT_WITH_IMAGE = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}]
+
+
+def main(source: str, whole: str, adapter: str, merged: str) -> None:
+    report: dict[str, Any] = {"whole": difference(load(whole), whole), "merged": difference(load(merged), merged)}
+    report["other files"] = [line for folder in (whole, merged) for line in other_files(source, folder)]
+    try:
+        adapted = PeftModel.from_pretrained(load(source), adapter)
+        report["adapter"] = difference(adapted, adapter)
+        weights, expected = adapted.merge_and_unload().state_dict(), load(merged).state_dict()
+        assert weights.keys() == expected.keys()
+        report["weights"] = max((weights[name] - expected[name]).abs().max().item() for name in expected)
+    except (RuntimeError, ValueError) as error:
+        report["adapter"] = f"{type(error).__name__}: {error}"
+    print(json.dumps(report))
+
+
+def has_images(folder: str) -> bool:
+    return "vision_config" in json.loads(Path(folder, "config.json").read_text())
+
+
+def load(folder: str) -> Any:
+    auto = AutoModelForImageTextToText if has_images(folder) else AutoModelForCausalLM
+    model, info = auto.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not info["missing_keys"], info
+    return model.eval()
+
+
+@torch.no_grad()
+def difference(model: Any, folder: str) -> float:
+    """Return the largest difference of the log-probs that Megatron has computed."""
+    probe = json.loads(Path(folder, "probe.json").read_text())
+    tokens = torch.tensor([probe["tokens"]])
+    logits = model(tokens).logits[0, :-1].float() / probe["temperature"]
+    logprobs = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+    return (logprobs - torch.tensor(probe["logprobs"])).abs().max().item()
+
+
+def other_files(source: str, folder: str) -> list[str]:
+    """Return what a user of the folder would read otherwise than in the source."""
+    readers = {"generation": generation, "tokenizer": tokenizer}
+    readers |= {"processor": processor} if has_images(source) else {}
+    others = [f"{name}: {read(folder)} instead of {read(source)}" for name, read in readers.items()
+              if read(folder) != read(source)]  # fmt: skip
+    return others if is_part_of(config(source), config(folder)) else [f"config: {config(folder)}", *others]
+
+
+def config(folder: str) -> Any:
+    return AutoConfig.from_pretrained(folder).to_dict() | {"_name_or_path": ""}
+
+
+def is_part_of(source: Any, saved: Any) -> bool:
+    """Return True if the saved config has all values of the source's, but for the type of the weights."""
+    if not isinstance(source, dict) or not isinstance(saved, dict):
+        return bool(source == saved)
+    return all(name == "dtype" or (name in saved and is_part_of(value, saved[name])) for name, value in source.items())
+
+
+def generation(folder: str) -> Any:
+    return GenerationConfig.from_pretrained(folder).to_dict()
+
+
+def tokenizer(folder: str) -> Any:
+    loaded = AutoTokenizer.from_pretrained(folder)
+    texts = [loaded.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=add) for add in (False, True)]
+    settings = loaded.special_tokens_map, loaded.model_max_length, loaded.padding_side, loaded.get_vocab()
+    return [*texts, loaded(texts).input_ids, loaded.decode(list(range(len(loaded)))), *settings]
+
+
+def processor(folder: str) -> Any:
+    from PIL import Image
+
+    loaded = AutoProcessor.from_pretrained(folder)
+    text = loaded.apply_chat_template(CHAT_WITH_IMAGE, tokenize=False, add_generation_prompt=True)
+    image = Image.radial_gradient("L").resize((90, 70)).convert("RGB")
+    inputs = loaded(images=[image], text=[text], return_tensors="pt")
+    settings = loaded.image_processor.to_dict(), loaded.video_processor.to_dict()
+    return [text, {name: value.tolist() for name, value in inputs.items()}, *settings]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
