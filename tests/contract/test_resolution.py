@@ -1,4 +1,4 @@
-"""What `pip install ".[gpu]"` chooses without the lock is what ran on GPUs: the registry decides, so this test asks it.
+"""Ask the registry what `pip install ".[gpu]"` chooses without the lock: it must be what ran on GPUs.
 
 It takes 10 to 30 s and needs uv and a network; a new release of a package can make it fail, hence `slow`.
 """

@@ -31,7 +31,7 @@ def test_a_server_of_another_script_gets_the_trainers_conversations(tmp_path: Pa
         ("--enable_thinking false --system Hello", {"enable_thinking": ["false"], "system": ["Hello"]}),
     ],
 )
-def test_a_server_of_another_script_has_the_flags_that_the_trainer_requires(
+def test_a_server_of_another_script_has_the_flags_of_its_trainer(
     tmp_path: Path, flags: str, of_server: dict[str, list[str]]
 ) -> None:
     rehearsal = make_rehearsal(f"{TRAINER.strip()} {flags}", tmp_path, ranks=2, steps=1, environment={})

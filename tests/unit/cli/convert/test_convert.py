@@ -133,7 +133,7 @@ def test_a_script_of_verl(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("truncation", ["error", "left", "middle"])
-def test_prompts_that_verl_filters_are_left_out_whatever_the_order_of_the_keys(tmp_path: Path, truncation: str) -> None:
+def test_prompts_that_verl_filters_are_left_out_in_any_order_of_keys(tmp_path: Path, truncation: str) -> None:
     written = ["data.filter_overlong_prompts=True", f"data.truncation={truncation}", "actor_rollout_ref.rollout.n=8"]
     for words in (written, written[::-1]):
         conversion = converted(tmp_path, "run.sh", "python3 -m verl.trainer.main_ppo " + " ".join(words))
