@@ -19,6 +19,7 @@ PAGES = {
     "check-script": "scripts.md",
     "check-layouts": "models.md",
     "convert": "migration.md",
+    "get-model": "models.md",
     "report": "report.md",
     "simulate-scaling": "scaling.md",
     "simulate-split": "async.md",

@@ -21,6 +21,7 @@ COMMANDS = {
     "check-script": ("check_script.command", "train a step of a cluster's script on this machine"),
     "check-layouts": ("check_layouts.command", "compare parallel layouts of a model with one rank"),
     "convert": ("convert.command", "convert settings of verl, siiRL, slime, ROLL or TRL to a script"),
+    "get-model": ("get_model", "write a released model from the package index into a folder"),
     "doctor": ("doctor.command", "check the packages and the machine"),
     "report": ("report", "write runs as one HTML file"),
     "templates": ("templates", "list the template scripts, or copy them"),
