@@ -2,17 +2,19 @@
 # Makes .venv and installs the tested CPU set and this package into it. Does nothing when that is done already.
 #   scripts/setup_venv.sh [--test]      --test also installs what scripts/test.sh needs, and into .stacks the other
 #                                       versions of megatron-core that it tests, 20 MB each
+#   scripts/setup_venv.sh --recipes     also what templates/plugins/reasoning_task.py needs; --test includes it
 #   PYTHON=python3.12                   the interpreter to make .venv with (3.11 or newer)
 # Python 3.11 gets requirements/cpu.lock, a newer one requirements/cpu-py312.lock. torch is the CPU build where pip finds
 # it, otherwise the CUDA build, which works without a GPU and takes 2.5 GB more.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-test=""
+test="" recipes=""
 case "${1:-}" in
     "") ;;
-    --test) test=1 ;;
-    *) echo "usage: scripts/setup_venv.sh [--test]" >&2; exit 2 ;;
+    --test) test=1 recipes=1 ;;
+    --recipes) recipes=1 ;;
+    *) echo "usage: scripts/setup_venv.sh [--test | --recipes]" >&2; exit 2 ;;
 esac
 
 if [ ! -x .venv/bin/python ]; then
@@ -77,6 +79,9 @@ if changed "$name" "$lock" requirements/cuda.lock; then
 fi
 if [ -n "$test" ] && changed test.lock requirements/test.lock; then
     install test.lock "$(grep -c '^[^#].*==' requirements/test.lock) packages of test.lock" -r requirements/test.lock
+fi
+if [ -n "$recipes" ] && changed recipes.lock requirements/recipes.lock; then
+    install recipes.lock "packages of recipes.lock" -r requirements/recipes.lock
 fi
 # Editable: only a change of the metadata asks for a new installation.
 if changed package pyproject.toml swift_megatron_grpo/__init__.py; then

@@ -1,0 +1,86 @@
+"""Plugins of the recipes: a task of reasoning_gym as dataset and reward, and the calculator of several turns."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.paths import REPOSITORY
+
+pytest.importorskip("reasoning_gym", reason="scripts/setup_venv.sh --recipes installs it")
+PLUGINS = REPOSITORY / "templates" / "plugins"
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("rows")
+    command = [sys.executable, str(PLUGINS / "reasoning_task.py"), str(folder), "chain_sum", '{"max_terms": 2}', "Go."]
+    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return {
+        name: [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "held_out")
+    }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugins() -> None:
+    from swift.utils import import_external_file
+
+    path = list(sys.path)
+    for name in ("reasoning_task.py", "calculator.py"):
+        import_external_file(str(PLUGINS / name))
+    sys.path[:] = path
+
+
+def test_no_problem_is_both_trained_and_held_out(rows: dict[str, list[dict[str, Any]]]) -> None:
+    questions = [row["messages"][0]["content"] for part in rows.values() for row in part]
+    assert len(set(questions)) == len(questions) > 4000 and len(rows["held_out"]) == 256
+    assert all(question.endswith(" = Go.") for question in questions)
+
+
+def test_the_reward_is_the_score_of_the_task(rows: dict[str, list[dict[str, Any]]]) -> None:
+    from swift.rewards import orms
+
+    row = next(row for row in rows["train"] if len(row["solution"]) == 3 and row["solution"].isdigit())
+    right = row["solution"]
+    completions = [right, f" {right}\n", f"{right}.0", f"It is {right}", "4", "", f"4 <answer>{right}</answer>"]
+    rewards = orms["reasoning_task"]()(completions, problem=[row["problem"]] * len(completions), messages=[])
+    assert rewards == pytest.approx([1, 1, 1, 3 / 9, 0, 0, 1])
+
+
+def conversation(problem: str, *responses: str) -> list[tuple[str, float, bool]]:
+    """Return the question, and what the environment answers to each response: text, reward and end."""
+    from swift.rollout.gym_env import envs
+
+    async def turns() -> list[tuple[str, float, bool]]:
+        environment = envs["calculator"]({})
+        request = SimpleNamespace(messages=[{"role": "user", "content": "Add."}], data_dict={"problem": problem})
+        answers = [((await environment.reset(request))[0], 0.0, False)]
+        for response in responses:
+            answers.append((await environment.step([{"role": "assistant", "content": response}]))[:3])
+        await environment.close()
+        return answers
+
+    return asyncio.run(turns())
+
+
+def test_the_calculator_is_called_and_the_answer_scored(rows: dict[str, list[dict[str, Any]]]) -> None:
+    row = rows["train"][0]
+    expression = json.loads(row["problem"])["metadata"]["expression"]
+    question, result, end = conversation(row["problem"], f"Sure: calc({expression})", row["solution"])
+    assert question[0].startswith("Add. ") and "calc(" in question[0]
+    assert result == (f"The result is {row['solution']}. Answer with the number only.", 0.0, False)
+    assert end == ("", 1.0, True)
+
+
+@pytest.mark.parametrize("text", ["9**9**9", "1/0", "(1", "open('x')", "1(2)", "1e9", "9" * 81, ""])
+def test_what_is_not_arithmetic_is_not_calculated(text: str, rows: dict[str, list[dict[str, Any]]]) -> None:
+    answer, reward, ended = conversation(rows["train"][0]["problem"], f"calc({text})")[1]
+    assert answer.startswith("The result is unknown: ") and (reward, ended) == (0.0, False)
