@@ -25,7 +25,7 @@ from tests.paths import IMPORT_PATH, REPOSITORY
 
 _SOCKETS = "TESTS_FORK_SERVERS"  # their folder; scripts/test.sh sets it, so that its stages share the servers
 _OWNER = "TESTS_FORK_OWNER"  # the process that they end with
-_FIRST_KIND = "plain"
+_FIRST_KIND = "torch"
 BELOW_EPHEMERAL_PORTS = (15000, 30000)
 OFFLINE = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1"}
 
@@ -39,18 +39,27 @@ class ForkedProcess:
         self._status = status
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the leader and return its exit code, -9 if it was killed."""
+        """Wait for the leader and return its exit code, as subprocess does."""
         if self.returncode is None:
             if timeout is not None and not _readable(self._status, timeout):
                 raise subprocess.TimeoutExpired(f"forked process {self.pid}", timeout)
             code = os.read(self._status, 16)
             os.close(self._status)
-            self.returncode = int(code) if code else -signal.SIGKILL
+            self.returncode = int(code) if code else self._code_of_sudden_end()
         return self.returncode
 
     def fileno(self) -> int:
         """Return what becomes readable when the leader ends."""
         return self._status
+
+    def _code_of_sudden_end(self) -> int:
+        """Read it from the kernel, unless the server has reaped the process, at another request of this client."""
+        stat = Path(f"/proc/{self.pid}/stat")
+        with suppress(OSError):
+            while (fields := stat.read_text().rpartition(")")[2].split())[0] != "Z":
+                time.sleep(0.01)
+            return os.waitstatus_to_exitcode(int(fields[49]))
+        return -signal.SIGKILL
 
     def poll(self) -> int | None:
         if self.returncode is None and _readable(self._status, 0):
@@ -113,7 +122,7 @@ def fork_server(kind: str) -> ForkServer:
 
 
 def _start_server(kind: str, path: Path) -> None:
-    """Start a server and wait until it has imported everything. All kinds are forks of the first, which saves 8 s."""
+    """Start a server and wait until it has imported everything. It is a fork of one that has imported less."""
     arguments = [kind, str(path), os.environ[_OWNER]]
     process: subprocess.Popen[bytes] | ForkedProcess
     if kind == _FIRST_KIND:
@@ -123,7 +132,8 @@ def _start_server(kind: str, path: Path) -> None:
                                    env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr,
                                    start_new_session=True)  # fmt: skip
     else:
-        process = fork_server(_FIRST_KIND).start("server", arguments, 0, REPOSITORY, sys.stderr, {})
+        parent = fork_server(_FIRST_KIND if kind == "plain" else "plain")
+        process = parent.start("server", arguments, 0, REPOSITORY, sys.stderr, {})
     while not path.exists():
         if process.poll() is not None:
             raise RuntimeError(f"the fork server of kind {kind} ended with exit code {process.returncode}")
@@ -145,11 +155,30 @@ def run_script(script: Path, *arguments: object, ranks: int = 0, kind: str = "pl
 
 
 def run_python(*arguments: str, **environment: str) -> tuple[int, str]:
-    """Run `python FILE ARGUMENTS` in a fork that has imported transformers; return the exit code and the output."""
-    with tempfile.TemporaryFile("w+") as output:
-        code = fork_server("plain").start("python", arguments, 0, REPOSITORY, output, environment).wait()
-        output.seek(0)
-        return code, output.read()
+    """Run `python ARGUMENTS` in a fork that has imported transformers; return the exit code and all output."""
+    done = python(*arguments, kind="plain", **environment)
+    return done.returncode, done.stdout + done.stderr
+
+
+def python(*arguments: str, kind: str = "torch", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `python ARGUMENTS`, which begin with a file, -c or -m, in a fork that has imported torch or more."""
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors, open(os.devnull) as nothing:
+        streams = (nothing, errors)
+        process = fork_server(kind).start("python", arguments, 0, REPOSITORY, output, environment, more_streams=streams)
+        code = process.wait()
+        for stream in (output, errors):
+            stream.seek(0)
+        return subprocess.CompletedProcess(arguments, code, output.read(), errors.read())
+
+
+def start_piped(
+    kind: str, program: str, *arguments: str, folder: Path = REPOSITORY, **environment: str
+) -> tuple[ForkedProcess, IO[str]]:
+    """Start a program in a fork; return also a pipe with its output, which ends with the last process that has it."""
+    read, write = os.pipe()
+    with os.fdopen(write, "w") as output:
+        process = fork_server(kind).start(program, arguments, 0, folder, output, environment)
+    return process, os.fdopen(read)
 
 
 def run_code(kind: str, code: str, *arguments: str, folder: Path = REPOSITORY, ranks: int = 0) -> str:

@@ -129,6 +129,11 @@ def preload_upstream() -> None:
     )
 
 
+def preload_torch() -> None:
+    """Import torch alone: no Triton, which reads TRITON_INTERPRET at import, and no torchvision."""
+    import_all("torch")
+
+
 def preload_plain() -> None:
     """Import the packages of scripts on plain transformers: no platform, no Megatron, no ms-swift.
 
@@ -209,6 +214,7 @@ PRELOAD: dict[str, Callable[[], None]] = {
     "rollout": preload_rollout,
     "upstream": preload_upstream,
     "plain": preload_plain,
+    "torch": preload_torch,
 }
 
 
@@ -250,15 +256,22 @@ def run_script(arguments: list[str]) -> None:
 
 
 def run_python(arguments: list[str]) -> None:
-    """Run `python FILE ARGUMENTS` of a command that this package may change.
+    """Run `python FILE|-c CODE|-m MODULE ARGUMENTS`, a command that this package may change.
 
-    The kind `plain` has imported torch, as the package's entry point expects it. It is called as torch calls it.
+    Torch is imported, as the package's entry point expects it. It is called as torch calls it.
     """
     import torch
 
-    sys.argv, sys.orig_argv = list(arguments), [sys.executable, *arguments]
+    first, rest = arguments[0], arguments[1:]
+    sys.argv = [first, *rest[first in ("-c", "-m") :]]
+    sys.orig_argv = [sys.executable, *arguments]
     torch._import_device_backends()
-    runpy.run_path(arguments[0], run_name="__main__")
+    if first == "-c":
+        run_code(rest)
+    elif first == "-m":
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(first, run_name="__main__")
 
 
 def run_code(arguments: list[str]) -> None:

@@ -14,6 +14,8 @@ import pytest
 
 from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
 from swift_megatron_grpo.plugin.command_line import hide_api_key
+from tests.forking.client import fork_server
+from tests.paths import REPOSITORY
 
 GRPO = ["rlhf", "--rlhf_type", "grpo"]
 KEY = "k-3 9"
@@ -82,10 +84,9 @@ def test_a_key_in_a_yaml_file_stays_in_command_lines(tmp_path: Path, in_environm
     config = tmp_path / "run.yaml"
     key = f"ENV:\n  SWIFT_ROLLOUT_API_KEY: {KEY}\n" if in_environment else f"vllm_server_api_key: {KEY}\n"
     config.write_text(f"rlhf_type: grpo\nmodel: none\n{key}")
-    process = subprocess.Popen(
-        [sys.executable, str(Path(sys.executable).with_name("megatron")), "rlhf", str(config)],
-        env={**os.environ, "NPROC_PER_NODE": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True)  # fmt: skip
+    command = [str(Path(sys.executable).with_name("megatron")), "rlhf", str(config)]
+    with open(os.devnull, "w") as output:
+        process = fork_server("torch").start("python", command, 0, REPOSITORY, output, {"NPROC_PER_NODE": "1"})
     try:
         commands = set[str]()
         deadline = time.monotonic() + 300
@@ -100,4 +101,3 @@ def test_a_key_in_a_yaml_file_stays_in_command_lines(tmp_path: Path, in_environm
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,13 +15,17 @@ import pytest
 from swift_megatron_grpo.arguments.environment import import_plugin
 from swift_megatron_grpo.generation.conversations.checks import check_max_turns
 from swift_megatron_grpo.runtime.refusals import is_caused_by_bug, is_raised_by_package
-from tests.forking.client import free_port
+from tests.forking.client import free_port, start_piped
 from tests.paths import IMPORT_PATH
 
-# What a rank does; `ready` tells the test that it has started.
+# What a rank does; `ready` tells the test that it has started, and waits for the other rank.
 RANK = """
 import os, signal, sys, time
 rank = int(os.environ["RANK"])
+def ready():
+    open(f"ready{rank}", "w").write(str(os.getpid()))
+    while not (os.path.exists("ready0") and os.path.exists("ready1")):
+        time.sleep(0.05)
 def stop(number, _):
     time.sleep(1)  # the current step, and the checkpoint
     open(f"stopped{rank}", "w").write("x")
@@ -38,7 +41,7 @@ if "imports" in sys.argv:
 if "refuses" in sys.argv:
     from swift_megatron_grpo.runtime.refusals import reported_by_torchrun
     with reported_by_torchrun():
-        open(f"ready{rank}", "w").write(str(os.getpid()))
+        ready()
         if rank == 1:
             time.sleep(60)  # for rank 0, as ranks do that wait for it to read a dataset
         time.sleep(1)
@@ -52,7 +55,7 @@ if "cannot-be-set-up" in sys.argv or "has-a-bug" in sys.argv:
     with contextlib.ExitStack() as stack:
         stack.callback(time.sleep, 4)  # what closes files and processes may take time
         stack.enter_context(set_up_reported_by_torchrun())
-        open(f"ready{rank}", "w").write(str(os.getpid()))
+        ready()
         time.sleep(1)
         number = "many" if "has-a-bug" in sys.argv else 0
         check = check_max_turns if rank == 1 else (lambda n: None)
@@ -60,39 +63,35 @@ if "cannot-be-set-up" in sys.argv or "has-a-bug" in sys.argv:
 if "has-a-wrong-parser" in sys.argv:
     from swift_megatron_grpo.runtime.refusals import reported_by_torchrun
     with reported_by_torchrun():
-        open(f"ready{rank}", "w").write(str(os.getpid()))
+        ready()
         time.sleep(1)
         int("many")
-open(f"ready{rank}", "w").write(str(os.getpid()))
+ready()
 if "fails" in sys.argv and rank == 0:
-    while not os.path.exists("ready1"):
-        time.sleep(0.1)
     raise ValueError("a step failed")
 time.sleep(60)
 """
 
 
 class Torchrun:
-    """torchrun with two ranks, both started."""
+    """torchrun with two ranks, both started; a fork that has imported torch. tests/e2e starts it as users do."""
 
     def __init__(self, folder: Path, how: str, *flags: str) -> None:
         self.folder = folder
         script = folder / "swift" / "cli" / "_megatron" / "rlhf.py"
         script.parent.mkdir(parents=True)
         script.write_text(RANK)
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port"]
-        self.process = subprocess.Popen(
-            [*command, str(free_port()), str(script), "--rlhf_type", "grpo", how, *flags],
-            env={**os.environ, "PYTHONPATH": IMPORT_PATH, "OMP_NUM_THREADS": "1"},
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        torchrun = str(Path(sys.executable).with_name("torchrun"))
+        command = [torchrun, "--nproc_per_node", "2", "--master_port", str(free_port()), str(script)]
+        command += ["--rlhf_type", "grpo", how, *flags]
+        self.process, self._output = start_piped("torch", "python", *command, folder=folder, PYTHONPATH=IMPORT_PATH)
         end = time.monotonic() + 60
         while not all(self.pid_file(rank).exists() for rank in (0, 1)) and time.monotonic() < end:
             time.sleep(0.05)
         time.sleep(0.5)  # torchrun has set its handlers
+
+    def send_signal(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
 
     def pid_file(self, rank: int) -> Path:
         return self.folder / f"ready{rank}"
@@ -100,8 +99,9 @@ class Torchrun:
     def finish(self) -> tuple[int, str, float]:
         """Return exit code, output and the seconds that it took."""
         began = time.monotonic()
-        output = self.process.communicate(timeout=90)[0]
-        return self.process.returncode, output, time.monotonic() - began
+        code = self.process.wait(timeout=90)
+        with self._output:
+            return code, self._output.read(), time.monotonic() - began
 
     def ranks_are_gone(self) -> bool:
         return not any(Path(f"/proc/{self.pid_file(rank).read_text()}").exists() for rank in (0, 1))
@@ -110,7 +110,7 @@ class Torchrun:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_the_ranks_stop_and_their_exit_code_is_returned(tmp_path: Path, number: signal.Signals) -> None:
     torchrun = Torchrun(tmp_path, "stops")
-    torchrun.process.send_signal(number)
+    torchrun.send_signal(number)
     code, output, _ = torchrun.finish()
     assert code == 128 + number
     assert (tmp_path / "stopped0").exists() and (tmp_path / "stopped1").exists()
@@ -119,7 +119,7 @@ def test_a_signal_lets_the_ranks_stop_and_their_exit_code_is_returned(tmp_path: 
 
 def test_before_training_a_signal_ends_the_ranks_at_once(tmp_path: Path) -> None:
     torchrun = Torchrun(tmp_path, "waits")
-    torchrun.process.send_signal(signal.SIGTERM)
+    torchrun.send_signal(signal.SIGTERM)
     code, output, seconds = torchrun.finish()
     assert code == 143 and seconds < 5
     assert output == "swift_megatron_grpo: SIGTERM ended the run before its first step; nothing was saved\n"
@@ -127,9 +127,9 @@ def test_before_training_a_signal_ends_the_ranks_at_once(tmp_path: Path) -> None
 
 def test_a_second_signal_ends_ranks_that_do_not_react(tmp_path: Path) -> None:
     torchrun = Torchrun(tmp_path, "ignores")
-    torchrun.process.send_signal(signal.SIGTERM)
+    torchrun.send_signal(signal.SIGTERM)
     time.sleep(1)
-    torchrun.process.send_signal(signal.SIGTERM)
+    torchrun.send_signal(signal.SIGTERM)
     code, output, seconds = torchrun.finish()
     assert code == 143 and 3 < seconds < 20
     assert "local ranks 0, 1 did not stop in time after SIGTERM and were killed" in output
@@ -138,7 +138,7 @@ def test_a_second_signal_ends_ranks_that_do_not_react(tmp_path: Path) -> None:
 
 def test_ranks_that_exceed_the_grace_are_killed(tmp_path: Path) -> None:
     torchrun = Torchrun(tmp_path, "ignores", "--stop_grace", "1")
-    torchrun.process.send_signal(signal.SIGTERM)
+    torchrun.send_signal(signal.SIGTERM)
     code, output, seconds = torchrun.finish()
     assert code == 143 and seconds < 40
     assert "did not stop in time after SIGTERM" in output and "--stop_grace 1" in output
@@ -155,7 +155,7 @@ def test_if_a_rank_fails_the_others_are_killed_and_not_asked_to_stop(tmp_path: P
 
 def test_ranks_stop_if_torchrun_is_killed(tmp_path: Path) -> None:
     torchrun = Torchrun(tmp_path, "imports")
-    torchrun.process.kill()
+    torchrun.send_signal(signal.SIGKILL)
     torchrun.finish()
     assert (tmp_path / "stopped0").exists() and (tmp_path / "stopped1").exists()
 

@@ -7,12 +7,10 @@ python -m tests.unit.generation.vllm.logprob_kernel_cases compile       compiles
 from __future__ import annotations
 
 import sys
-from types import ModuleType
-from typing import Any
 
 import torch
 
-from swift_megatron_grpo.generation.vllm import fast_logprobs, logprob_kernel
+from swift_megatron_grpo.generation.vllm import logprob_kernel
 from swift_megatron_grpo.generation.vllm.logprob_kernel import sampled_logprobs
 
 
@@ -40,35 +38,6 @@ def check(device: str) -> int:
     return len(cases)
 
 
-def check_installed(device: str) -> None:
-    """Check that the kernel computes what is asked of sampled tokens alone, and vLLM everything else."""
-    from vllm.v1.outputs import LogprobsTensors
-
-    def compute_topk_logprobs(logits: torch.Tensor, *arguments: Any, **options: Any) -> LogprobsTensors:
-        calls.append((arguments, options))
-        return LogprobsTensors(logits, logits, logits)
-
-    calls: list[Any] = []
-    module = ModuleType("sampler")
-    module.compute_topk_logprobs = compute_topk_logprobs  # type: ignore[attr-defined]
-    fast_logprobs.install_in(module)
-    installed = module.compute_topk_logprobs
-    fast_logprobs.install_in(module)
-    assert module.compute_topk_logprobs is installed
-    logits, sampled = torch.tensor([[0.0, 3.0, 1.0]], device=device), torch.tensor([2], device=device)
-    found = installed(logits, 0, sampled, [0, 1], expanded_idx_mapping=None)
-    assert not calls and found.logprob_token_ids.tolist() == [[2]] and found.selected_token_ranks.tolist() == [2]
-    assert found.cu_num_generated_tokens == [0, 1]
-    installed(logits, 2, sampled)
-    installed(logits, 0, sampled, max_per_req_token_ids=3, expanded_idx_mapping=sampled)
-    installed(logits, 0, sampled, logits_mode=True)
-    assert calls == [
-        ((2, sampled, None), {}),
-        ((0, sampled, None), {"max_per_req_token_ids": 3, "expanded_idx_mapping": sampled}),
-        ((0, sampled, None), {"logits_mode": True}),
-    ]
-
-
 def compile_for_hopper(logits: str) -> None:
     """Compile for arguments as in a launch; the interpreter accepts much that does not compile."""
     import triton
@@ -90,5 +59,4 @@ if __name__ == "__main__":
         print("compiled")
         sys.exit()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    check_installed(device)
     print(f"{check(device)} cases")

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import inspect
-import os
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from vllm.logprobs import FlatLogprobs
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from swift_megatron_grpo.generation.vllm import fast_logprobs
+from tests.forking.client import python
 from tests.paths import REPOSITORY
 
 
@@ -71,11 +71,46 @@ def test_vllm_computes_log_probs_in_the_function_that_is_replaced(module: str) -
     assert LogprobsTensors._fields[:4] == fields
 
 
+def sampled_logprobs(logits: torch.Tensor, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what the kernel does, which needs a GPU or Triton's interpreter."""
+    ranks = (logits >= logits.gather(1, sampled[:, None])).sum(-1)
+    return logits.log_softmax(-1).gather(1, sampled[:, None]), ranks
+
+
+def test_the_kernel_computes_what_is_asked_of_sampled_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything else is left to vLLM."""
+    kernel = pytest.importorskip("swift_megatron_grpo.generation.vllm.logprob_kernel", exc_type=ImportError)
+    monkeypatch.setattr(kernel, "sampled_logprobs", sampled_logprobs)
+    calls: list[Any] = []
+
+    def compute_topk_logprobs(logits: torch.Tensor, *arguments: Any, **options: Any) -> LogprobsTensors:
+        calls.append((arguments, options))
+        return LogprobsTensors(logits, logits, logits)
+
+    module = ModuleType("sampler")
+    module.compute_topk_logprobs = compute_topk_logprobs  # type: ignore[attr-defined]
+    fast_logprobs.install_in(module)
+    installed = module.compute_topk_logprobs
+    fast_logprobs.install_in(module)
+    assert module.compute_topk_logprobs is installed
+    logits, asked = torch.tensor([[0.0, 3.0, 1.0]]), torch.tensor([2])
+    found = installed(logits, 0, asked, [0, 1], expanded_idx_mapping=None)
+    assert not calls and found.logprob_token_ids.tolist() == [[2]] and found.selected_token_ranks.tolist() == [2]
+    assert found.cu_num_generated_tokens == [0, 1]
+    installed(logits, 2, asked)
+    installed(logits, 0, asked, max_per_req_token_ids=3, expanded_idx_mapping=asked)
+    installed(logits, 0, asked, logits_mode=True)
+    assert calls == [
+        ((2, asked, None), {}),
+        ((0, asked, None), {"max_per_req_token_ids": 3, "expanded_idx_mapping": asked}),
+        ((0, asked, None), {"logits_mode": True}),
+    ]
+
+
 def run_cases(*arguments: str, **environment: str) -> str:
     # In a separate process, because Triton reads TRITON_INTERPRET when it is imported.
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "tests.unit.generation.vllm.logprob_kernel_cases", *arguments]
-    done = subprocess.run(command, cwd=REPOSITORY, text=True, capture_output=True, env={**os.environ, **environment})
+    done = python("-m", "tests.unit.generation.vllm.logprob_kernel_cases", *arguments, **environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip()
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +13,6 @@ import torch
 from swift_megatron_grpo.platforms import cpu
 from swift_megatron_grpo.platforms.cpu import activate
 from tests.forking.client import run_code
-from tests.paths import IMPORT_PATH
 
 CPU = torch.device("cpu")
 CUDA_DEVICES = ["cuda", "cuda:1", 0, torch.device("cpu")]
@@ -24,12 +21,6 @@ CUDA_DEVICES = ["cuda", "cuda:1", 0, torch.device("cpu")]
 @pytest.fixture(autouse=True, scope="module")
 def _platform() -> None:
     activate()
-
-
-def python(code: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a new interpreter."""
-    environment = {**os.environ, "PYTHONPATH": IMPORT_PATH, "SWIFT_MEGATRON_GRPO": "off"}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
 
 
 def test_activation_is_idempotent_and_cuda_stays_unavailable() -> None:
@@ -47,7 +38,7 @@ def test_activation_on_a_machine_with_cuda_is_refused() -> None:
         "try: cpu.activate()\n"
         "except RuntimeError as error: print(cpu._active, error)\n"
     )
-    assert "False the CPU platform would hide a usable CUDA device" in run_code("plain", code)
+    assert "False the CPU platform would hide a usable CUDA device" in run_code("torch", code)
 
 
 def test_cuda_stays_unavailable_when_vllm_makes_torch_count_devices() -> None:
@@ -62,7 +53,7 @@ def test_cuda_stays_unavailable_when_vllm_makes_torch_count_devices() -> None:
         "torch.optim.Adam([weight], lr=0.5).step()\n"
         "print(torch.cuda.is_available(), torch.cuda.device_count(), [round(w, 4) for w in weight.tolist()])\n"
     )
-    assert run_code("plain", code).endswith("False 1 [0.5, 0.5]\n")
+    assert run_code("torch", code).endswith("False 1 [0.5, 0.5]\n")
 
 
 def test_a_process_that_does_not_activate_is_unchanged() -> None:
@@ -76,8 +67,7 @@ def test_a_process_that_does_not_activate_is_unchanged() -> None:
         "try: torch.empty(1, device='cuda')\n"
         "except (AssertionError, RuntimeError): print('unchanged')\n"  # of torch's CPU build; of its CUDA build
     )
-    result = python(code)
-    assert result.stdout == "unchanged\n", result.stderr
+    assert run_code("torch", code) == "unchanged\n"
 
 
 def test_activation_after_the_import_of_megatron_is_refused() -> None:
@@ -87,7 +77,7 @@ def test_activation_after_the_import_of_megatron_is_refused() -> None:
         "try: activate()\n"
         "except RuntimeError as error: print(error)\n"
     )
-    assert "megatron.core is already imported" in run_code("plain", code)
+    assert "megatron.core is already imported" in run_code("torch", code)
 
 
 @pytest.mark.parametrize("device", CUDA_DEVICES, ids=str)

@@ -21,7 +21,7 @@ def hold_the_interpreter() -> None:
 
 def fork_and_exit() -> None:
     if os.fork() == 0:  # keeps the descriptors that it inherited open
-        os.close(2)
+        os.closerange(1, 3)
         time.sleep(5)
         os._exit(0)
     os._exit(3)

@@ -14,23 +14,32 @@ import pytest
 
 from swift_megatron_grpo.runtime.deadlines.interrupt import DeadlineExceeded, interrupted_after
 from swift_megatron_grpo.runtime.deadlines.watchdog import format_entries
+from tests.forking.client import start_piped
 from tests.paths import IMPORT_PATH
 
 RANK = Path(__file__).with_name("stuck_rank.py")
 
 
-def start(how: str, report: Path, rank: int = 0, world_size: int = 1) -> subprocess.Popen[str]:
-    command = [sys.executable, str(RANK), how, str(report), str(rank), str(world_size)]
-    environment = {**os.environ, "PYTHONPATH": IMPORT_PATH}
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+class Rank:
+    """A process of stuck_rank.py, forked from one that has imported torch."""
+
+    def __init__(self, how: str, report: Path, rank: int = 0, world_size: int = 1) -> None:
+        arguments = [str(RANK), how, str(report), str(rank), str(world_size)]
+        self.process, self._errors = start_piped("torch", "script", *arguments)
+
+    def end(self, timeout: float = 60) -> tuple[int, str]:
+        """Return the exit code, and what the rank and its monitor have printed."""
+        code = self.process.wait(timeout)
+        with self._errors:
+            return code, self._errors.read()
 
 
 def test_all_ranks_end_if_one_is_stuck(tmp_path: Path) -> None:
     """One rank holds the interpreter's lock in C code, so its own process cannot detect it; the other only waits."""
     report = tmp_path / "stuck.txt"
-    ranks = [start("holds", report, 0, 2), start("waits", report, 1, 2)]
-    errors = [rank.communicate(timeout=60)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [-signal.SIGKILL] * 2
+    ranks = [Rank("holds", report, 0, 2), Rank("waits", report, 1, 2)]
+    codes, errors = zip(*(rank.end() for rank in ranks), strict=True)
+    assert codes == (-signal.SIGKILL,) * 2
     assert re.search(r"rank 0 is stuck: phase train has not finished after 1 s \(--phase_timeout 1\)", errors[0])
     assert str(report) in errors[0] and "use a larger --phase_timeout" in errors[0]
     sections = re.split("^==== ", report.read_text(), flags=re.MULTILINE)[1:]
@@ -42,7 +51,9 @@ def test_all_ranks_end_if_one_is_stuck(tmp_path: Path) -> None:
 
 
 def test_a_left_over_thread_does_not_keep_a_failed_run_alive(tmp_path: Path) -> None:
-    rank = start("left behind", tmp_path / "stuck.txt")
+    # In a new interpreter, which waits for threads when it exits; a fork does not.
+    command = [sys.executable, str(RANK), "left behind", str(tmp_path / "stuck.txt"), "0", "1"]
+    rank = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": IMPORT_PATH}, stderr=subprocess.PIPE, text=True)
     error = rank.communicate(timeout=90)[1]
     assert rank.returncode == -signal.SIGKILL
     assert "ValueError: a step failed" in error and "the exit of the process after the error above" in error
@@ -51,15 +62,15 @@ def test_a_left_over_thread_does_not_keep_a_failed_run_alive(tmp_path: Path) -> 
 @pytest.mark.alone
 def test_phases_within_their_limit_are_not_reported(tmp_path: Path) -> None:
     """Twenty phases together take longer than the limit of one."""
-    rank = start("fine", tmp_path / "stuck.txt")
-    assert rank.communicate(timeout=60)[1] == "" and rank.returncode == 0
+    assert Rank("fine", tmp_path / "stuck.txt").end() == (0, "")
     assert not (tmp_path / "stuck.txt").exists()
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped"])
 def test_the_monitor_exits_with_its_rank(tmp_path: Path, stopped: bool) -> None:
-    rank = start("waits", tmp_path / "stuck.txt")
-    children = Path(f"/proc/{rank.pid}/task/{rank.pid}/children")
+    rank = Rank("waits", tmp_path / "stuck.txt")
+    pid = rank.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children")
     while not (monitor := children.read_text().split()):
         time.sleep(0.1)
     while "monitor.py" not in (command := Path(f"/proc/{monitor[0]}/cmdline")).read_text():
@@ -67,8 +78,8 @@ def test_the_monitor_exits_with_its_rank(tmp_path: Path, stopped: bool) -> None:
     time.sleep(1)  # it has imported its modules
     if stopped:
         os.kill(int(monitor[0]), signal.SIGSTOP)
-    rank.kill()
-    rank.communicate()
+    os.kill(pid, signal.SIGKILL)
+    rank.process.wait()
     end = time.monotonic() + 2
     while _is_alive(monitor[0]) and time.monotonic() < end:
         time.sleep(0.05)
@@ -87,18 +98,16 @@ def test_a_stuck_rank_is_killed_if_the_report_cannot_be_written(tmp_path: Path, 
         report.symlink_to("/dev/full")
     if fault == "no response":
         os.mkfifo(report)  # without a reader, opening it takes forever
-    rank = start("hangs", report)
-    error = rank.communicate(timeout=60)[1]
-    assert rank.returncode == -signal.SIGKILL
+    code, error = Rank("hangs", report).end()
+    assert code == -signal.SIGKILL
     reason = {"no folder": "FileNotFoundError", "disk full": "No space left", "no response": "does not respond"}
     assert f"the report {report} cannot be written: " in error and reason[fault] in error
     assert "==== rank 0 of 1" in error and "in main" in error and "phase train: since" in error
 
 
 def test_a_stopped_monitor_blocks_no_rank_and_resumes_with_newest_limits(tmp_path: Path) -> None:
-    rank = start("stopped monitor", tmp_path / "stuck.txt")
-    error = rank.communicate(timeout=60)[1]
-    assert rank.returncode == -signal.SIGKILL
+    code, error = Rank("stopped monitor", tmp_path / "stuck.txt").end()
+    assert code == -signal.SIGKILL
     assert "rank 0 is stuck: phase train has not finished after 1 s" in error
 
 
@@ -112,9 +121,8 @@ def test_a_stopped_monitor_blocks_no_rank_and_resumes_with_newest_limits(tmp_pat
     ],
 )
 def test_the_function_in_which_a_rank_ends_is_named(tmp_path: Path, how: str, code: int, message: str | None) -> None:
-    rank = start(how, tmp_path / "stuck.txt")
-    error = rank.communicate(timeout=60)[1]
-    assert rank.returncode == code
+    ended, error = Rank(how, tmp_path / "stuck.txt").end()
+    assert ended == code
     line = f"rank 0 ended {message} during reward function Judge: the function called os._exit, or it crashed in C"
     assert (line in error) == (message is not None), error
     assert message is not None or "Judge" not in error

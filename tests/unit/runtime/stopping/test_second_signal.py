@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import pytest
 
-from tests.paths import REPOSITORY
+from tests.forking.client import start_piped
 
-LAUNCHER = """
-import subprocess, sys, time
-rank = subprocess.Popen([sys.executable, "-c", sys.argv[1]])
-print(rank.pid, flush=True)
-time.sleep(600)
-"""
-RANK = """
-import time
+LAUNCHER_AND_RANK = """
+import os, time
+if rank := os.fork():
+    print(rank, flush=True)
+    time.sleep(600)
 from datetime import timedelta
 import torch.distributed as dist
 from swift_megatron_grpo.runtime.parallel import Coordinator
@@ -44,18 +41,15 @@ def is_running(pid: int) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 @pytest.mark.parametrize("launcher_dies", [False, True])
 def test_a_second_signal_ends_a_rank_at_once_unless_its_launcher_just_died(launcher_dies: bool) -> None:
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, RANK], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-    )  # fmt: skip
-    assert launcher.stdout is not None
-    lines = iter(launcher.stdout.readline, "")
+    launcher, output = start_piped("torch", "code", LAUNCHER_AND_RANK)
+    lines = iter(output.readline, "")
     rank = int(next(lines))
     try:
         assert any(line == "ready\n" for line in lines)
         if launcher_dies:
-            launcher.kill()
-            launcher.wait()
+            os.kill(launcher.pid, signal.SIGKILL)
+            while is_running(launcher.pid):
+                time.sleep(0.01)
         os.kill(rank, signal.SIGTERM)
         assert any("received SIGTERM: the run stops after the current step" in line for line in lines)
         time.sleep(1.5)
@@ -69,5 +63,6 @@ def test_a_second_signal_ends_a_rank_at_once_unless_its_launcher_just_died(launc
     finally:
         if is_running(rank):
             os.kill(rank, signal.SIGKILL)
-        launcher.kill()
-        launcher.wait()
+        with suppress(ProcessLookupError):
+            os.kill(launcher.pid, signal.SIGKILL)
+        output.close()

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.paths import REPOSITORY
+from tests.forking.client import python
 
 pytest.importorskip("triton")
 
 
 def run(arguments: list[str], **environment: str) -> str:
     # In a separate process, because Triton reads TRITON_INTERPRET when it is imported.
-    command = [sys.executable, "-m", "tests.unit.training.head.kernel_cases", *arguments]
-    process = subprocess.run(command, cwd=REPOSITORY, text=True, capture_output=True, env={**os.environ, **environment})
-    assert process.returncode == 0, process.stderr[-4000:]
-    return process.stdout.strip()
+    done = python("-m", "tests.unit.training.head.kernel_cases", *arguments, **environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.strip()
 
 
 def test_the_kernels_compute_the_same_as_torch_in_the_interpreter() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,16 +11,15 @@ import torch
 import torch.nn.functional as F
 
 from swift_megatron_grpo.training.layers.fast_kernels import _weighs_swiglu
-from tests.paths import REPOSITORY
+from tests.forking.client import python
 
 
 def run(arguments: list[str], **environment: str) -> str:
     # In a separate process, because Triton reads TRITON_INTERPRET when it is imported.
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "tests.unit.training.weighted_swiglu_cases", *arguments]
-    process = subprocess.run(command, cwd=REPOSITORY, text=True, capture_output=True, env={**os.environ, **environment})
-    assert process.returncode == 0, process.stderr[-4000:]
-    return process.stdout.strip()
+    done = python("-m", "tests.unit.training.weighted_swiglu_cases", *arguments, **environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.strip()
 
 
 def test_the_kernels_match_fp64_and_megatron_in_the_interpreter() -> None:
