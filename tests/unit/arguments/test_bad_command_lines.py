@@ -22,11 +22,18 @@ Outcome = tuple[str, str, str]  # type and text of the error, and what following
 
 # As cli/check/check.py, in one process for all of them. A case whose mistake is in files also reads the datasets.
 PARSE = r"""
-import contextlib, io, json, os, re, signal, sys
+import contextlib, functools, importlib.metadata, io, json, os, re, signal, sys
 os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
 from swift_megatron_grpo.cli.check.check import Inputs, parse_flags
 from swift_megatron_grpo.arguments.start_up_log import start_up_lines
 from swift_megatron_grpo.cli.check.check import gpu_of
+from swift.utils import utils
+from transformers import HfArgumentParser
+
+# Built once for all command lines, because that takes longer than to check one.
+parser_of = functools.cache(HfArgumentParser)
+utils.HfArgumentParser = lambda classes: parser_of(*classes)
+importlib.metadata.version = functools.cache(importlib.metadata.version)
 
 def too_long(*_):
     raise TimeoutError
