@@ -27,9 +27,11 @@ def cycle() -> tuple[Node, Node]:
 
 
 @pytest.fixture(autouse=True)
-def unfrozen() -> Iterator[None]:
+def refrozen() -> Iterator[None]:
+    """Freeze what this process was forked with again: each scan of it would take a second."""
     yield
     gc.unfreeze()
+    gc.freeze()
 
 
 def is_scanned(wanted: object) -> bool:
