@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from swift_megatron_grpo.grading.advantages import group_advantages, total_reward
@@ -382,43 +382,6 @@ groups_of_4 = st.lists(st.lists(reward, min_size=4, max_size=4), min_size=1, max
 
 
 @pytest.mark.parametrize("scale", SCALES)
-@given(groups=groups_of_4)
-@settings(deadline=None)
-def test_grpo_advantages_equal_those_of_ms_swift(scale: ScaleRewards, groups: list[list[float]]) -> None:
-    from swift.rl_core.advantage import compute_advantages
-
-    rewards = [value for group in groups for value in group]
-    expected, _ = compute_advantages(
-        torch.tensor(rewards, dtype=torch.float64)[:, None], torch.ones(1, dtype=torch.float64), 4, scale_rewards=scale
-    )
-    assert group_advantages(rewards, 4, scale) == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-6)
-
-
-@pytest.mark.parametrize("scale", SCALES)
-@given(groups=groups_of_4, order=st.randoms(use_true_random=False))
-def test_advantages_do_not_depend_on_the_order_of_groups_and_completions(
-    scale: ScaleRewards, groups: list[list[float]], order: Any
-) -> None:
-    places = [(g, i) for g in range(len(groups)) for i in range(4)]
-    plain = dict(zip(places, group_advantages([groups[g][i] for g, i in places], 4, scale), strict=True))
-    shuffled_groups = order.sample(range(len(groups)), len(groups))
-    shuffled = [(g, i) for g in shuffled_groups for i in order.sample(range(4), 4)]
-    moved = dict(zip(shuffled, group_advantages([groups[g][i] for g, i in shuffled], 4, scale), strict=True))
-    assert moved == pytest.approx(plain, rel=1e-9, abs=1e-9)
-
-
-@pytest.mark.parametrize("scale", ["group", "none"])
-@given(groups=groups_of_4, shift=st.floats(-1000, 1000))
-def test_a_constant_added_to_the_rewards_of_a_group_has_no_effect(
-    scale: ScaleRewards, groups: list[list[float]], shift: float
-) -> None:
-    first = groups[0]
-    assert group_advantages([value + shift for value in first], 4, scale) == pytest.approx(
-        group_advantages(first, 4, scale), rel=1e-5, abs=1e-5
-    )
-
-
-@pytest.mark.parametrize("scale", SCALES)
 @given(value=st.floats(-1e30, 1e30))
 def test_equal_rewards_have_advantages_of_exactly_zero(scale: ScaleRewards, value: float) -> None:
     assert group_advantages([value] * 7 + [0.0] * 7, 7, scale)[:7] == [0.0] * 7
@@ -443,14 +406,6 @@ def test_dropped_rewards_do_not_affect_the_others(
             else:
                 expected = (values[kept.index(i)] - values.mean()).item() / divisor
                 assert advantages[i] == pytest.approx(expected, rel=1e-6, abs=1e-6)
-
-
-@pytest.mark.parametrize("scale", SCALES)
-@given(
-    rewards=st.lists(st.none() | st.sampled_from([1e30, -1e30, 0.0, 1e-30, 3.4e38, -3.4e38]), min_size=8, max_size=8)
-)
-def test_extreme_rewards_give_finite_advantages(scale: ScaleRewards, rewards: list[float | None]) -> None:
-    assert all(map(math.isfinite, group_advantages(rewards, 4, scale)))
 
 
 def test_the_total_reward_is_the_weighted_sum_over_applicable_functions() -> None:
