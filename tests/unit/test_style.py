@@ -30,10 +30,17 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def definitions(path: Path) -> Iterator[ast.Module | Definition]:
-    tree = parsed(path)
-    yield tree
-    yield from (node for node in ast.walk(tree) if isinstance(node, Definition))
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a module and its statements; expressions, nine tenths of the nodes, hold none."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            yield from statements(child)
+
+
+@cache
+def definitions(path: Path) -> list[ast.Module | Definition]:
+    return [node for node in statements(parsed(path)) if isinstance(node, ast.Module | Definition)]
 
 
 def name_of(path: Path) -> str:
@@ -100,7 +107,7 @@ def test_every_import_of_the_package_names_a_module_that_exists() -> None:
     missing = [
         f"{name_of(path)}: {module}"
         for path in FILES
-        for node in ast.walk(parsed(path))
+        for node in statements(parsed(path))
         for module in ([node.module or ""] if isinstance(node, ast.ImportFrom) else
                        [alias.name for alias in node.names] if isinstance(node, ast.Import) else [])
         if module.split(".")[0] == PACKAGE.name
