@@ -199,7 +199,7 @@ CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().i
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     output = tmp_path_factory.mktemp("collectives")
-    printed = run_script(Path(__file__), output, ranks=2)
+    printed = run_script(Path(__file__), output, ranks=2, kind="upstream")
     assert printed.count("the CPU platform uses gloo in place of nccl") == 1
     return {**json.loads((output / "0").read_text()), **json.loads((output / "1").read_text())}
 
