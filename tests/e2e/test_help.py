@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from swift_megatron_grpo import SWITCH
 from tests.forking.client import run_python
 from tests.forking.programs import script_of_swift
+from tests.support.runs import forked_ranks
 
 pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.parametrize(
-    ("rlhf_type", "has_own_flags"), [(["--rlhf_type", "grpo"], True), ([], False)], ids=["grpo", "no rlhf_type"]
-)
-def test_help_is_printed(rlhf_type: list[str], has_own_flags: bool) -> None:
-    """The help lists flags of this package for `--rlhf_type grpo`; without it, it is ms-swift's.
+def test_help_of_grpo_lists_flags_of_this_package(tmp_path: Path) -> None:
+    """Its process is a rank like any other: tests/unit/plugin/test_autoload.py."""
+    run = forked_ranks(["--rlhf_type", "grpo", "--help"], tmp_path / "help", 1, {})
+    check(run.code, run.output, has_own_flags=True)
 
-    A fork is the process that the `megatron` script starts; test_cli.py covers the script.
-    """
-    code, output = run_python(script_of_swift("_megatron/rlhf.py"), *rlhf_type, "--help", **{SWITCH: "on"})
+
+def test_help_of_rlhf_is_that_of_ms_swift() -> None:
+    """A fork is the process that the `megatron` script starts; test_cli.py covers the script."""
+    code, output = run_python(script_of_swift("_megatron/rlhf.py"), "--help", **{SWITCH: "on"})
+    check(code, output, has_own_flags=False)
+
+
+def check(code: int, output: str, has_own_flags: bool) -> None:
     assert code == 0, output[-4000:]
     assert "--num_generations" in output and "--loss_type" in output
     assert ("--max_tokens_per_micro_batch" in output) == has_own_flags
