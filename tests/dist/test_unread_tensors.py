@@ -59,9 +59,11 @@ def test_a_tensor_under_another_name_is_refused_with_its_right_name(ranks: Ranks
 
 
 @pytest.mark.dist
-def test_a_folder_without_weights_is_refused(ranks: Ranks) -> None:
-    folder = ranks.folder / "no-weights-model"
-    shutil.copytree(ranks.model("dense"), folder)
-    (folder / "model.safetensors").unlink()
-    ranks.call("empty", "broken_models:build", 1, ranks.flags("dense", "full", "float32", ["--model", str(folder)]))
+def test_an_adapter_without_weights_is_refused(ranks: Ranks) -> None:
+    """A model without weights is refused before: tests/e2e/test_refusals.py."""
+    folder = ranks.folder / "no-weights-adapter"
+    shutil.copytree(ranks.adapter("dense"), folder)
+    (folder / "adapter_model.safetensors").unlink()
+    flags = ranks.flags("dense", "lora", "float32", ["--adapters", str(folder)])
+    ranks.call("empty", "broken_models:build", 1, flags)
     assert f"{folder} has no weights: neither an index nor a file" in ranks.report("empty", 0)["error"]
