@@ -36,8 +36,6 @@ _TAG = "<image>"
 _TAG_OF_A_FILE = "<img>.+?</img>"  # which ms-swift's template would open, and an engine leaves as text
 _LISTED = 5  # long prompts that a message names
 _OF_A_TURN = 64  # more tokens than a chat template adds to a turn
-
-
 T = TypeVar("T")
 
 
@@ -148,9 +146,6 @@ class EncodedRow(NamedTuple):
     problem: str | None = None
 
 
-_FITS = EncodedRow(0)
-
-
 def check_prompts(
     dataset: Any,
     images: Sequence[ImagesOfRow],
@@ -219,7 +214,7 @@ def _encode(
         expansion = 0 if strategy == "left" else shown.tokens - shown.images  # in place of one placeholder per image
         bound = _most_tokens(prompt.row)
         if bound is not None and bound + expansion <= limit:
-            return _FITS
+            return EncodedRow(0)
         try:
             tokens = length(prompt) + expansion
             if tokens <= limit or strategy != "left" or shown.images:
