@@ -62,6 +62,7 @@ def test_full_tuning_trains_with_tensor_and_sequence_parallelism(folder: Path, d
     rows = read_json_lines(run.folder / "completions.jsonl")
     assert len(rows) == 2 * 16 and {"gen_step", "prompt", "completion", "advantages"} <= set(rows[0])
     assert (run.folder / "runs").is_dir() and not (run.folder / "images").exists()  # TensorBoard; the report has curves
+    assert "images_dir" not in run.output  # ms-swift's line on that folder
     assert re.search(r"^ *4/4 +1 .* TTTTT", run.output, re.MULTILINE) and "a completion of rollout 0" in run.output
     report = (run.folder / "report.html").read_text()
     assert '"step":4,"total_steps":4,"ended":true' in report and '"speed/tokens_per_second"' in report
