@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -59,9 +60,14 @@ def _warn_once(message: str) -> None:
 
 
 def make_gloo(group: Any, store: Any, rank: int, size: int, timeout: Any) -> None:
-    """Connect a group through the device of all groups. One for each, as by default, is a thread that always polls."""
-    options = distributed_c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout, options._devices = timeout, [_device()]
+    """Connect a group through the device of all groups. One for each, as by default, is a thread that always polls.
+
+    A caller that gives options in place of a timeout has chosen a device.
+    """
+    options = timeout
+    if isinstance(timeout, timedelta):
+        options = distributed_c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout, options._devices = timeout, [_device()]
     _make_gloo(group, store, rank, size, options)
 
 
