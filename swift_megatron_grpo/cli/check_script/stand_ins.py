@@ -20,7 +20,7 @@ from PIL import Image
 Flags = dict[str, list[str]]  # by name, without dashes; no value for a bare boolean
 
 ROWS = 32
-_LONGEST_PROMPT, _LONGEST_COMPLETION = 2048, 12  # longer prompts of a dataset on this machine are refused
+_LONGEST_PROMPT, _LONGEST_COMPLETION = 2036, 12  # the positions of a tiny model; longer prompts are refused
 _WITH_MATH_VERIFY = ("accuracy", "cosine")  # rewards of ms-swift that need this package
 _PLUGIN = '''"""Rewards, environments and schedulers in place of those that cannot run on this machine."""
 
