@@ -69,9 +69,8 @@ def megatron_torn_down() -> Iterator[None]:
         unset_num_microbatches_calculator()
         for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):  # Megatron refuses other backends
             os.environ.pop(name, None)
-        # A layout leaves about 20 groups, and gloo gives each three threads, of which one wakes up a hundred times a
-        # second: after forty layouts this took most of two cores. A group is destroyed once torch and the model release
-        # it, and the model once its hooks do, whose references Python's garbage collector cannot see.
+        # A layout leaves about 20 groups, to each of which gloo gives two threads. A group is destroyed once torch and
+        # the model release it, and the model once its hooks do, whose references Python's garbage collector cannot see.
         gc.unfreeze()  # frozen objects are neither listed nor collected
         for candidate in gc.get_objects():
             if type(candidate) is DistributedDataParallel:
