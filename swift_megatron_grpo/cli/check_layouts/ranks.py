@@ -79,6 +79,7 @@ def megatron_torn_down() -> Iterator[None]:
             if group is not dist.group.WORLD and dist.get_backend(group) == "gloo":
                 dist.destroy_process_group(group)
         gc.collect()
+        gc.freeze()  # ms-swift collects several times per save, half a second each with the objects of all imports
 
 
 def run_tasks(tasks: Sequence[Task]) -> None:

@@ -1,9 +1,9 @@
 """Compare what saved_families.py has saved with plain transformers and peft. No megatron, no ms-swift.
 
-python hf_saved.py MODEL WHOLE ADAPTER MERGED
+python hf_saved.py OUT.json FOLDER TYPE...
 
-MODEL is the source of the other three: a whole model, an adapter and the model merged with it. Prints JSON: the largest
-differences of log-probs and of merged weights, and what differs from the source in the folders of WHOLE and MERGED.
+FOLDER has the source of each TYPE and what was saved of it: a whole model, an adapter and the model merged with it.
+Writes for each type the largest differences of log-probs and of merged weights, and files that are not the source's.
 """
 
 from __future__ import annotations
@@ -28,18 +28,26 @@ CHAT: list[dict[str, Any]] = [{"role": "user", "content": "What is it? <think>"}
 CHAT_WITH_IMAGE = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}]
 
 
-def main(source: str, whole: str, adapter: str, merged: str) -> None:
-    report: dict[str, Any] = {"whole": difference(load(whole), whole), "merged": difference(load(merged), merged)}
-    report["other files"] = [line for folder in (whole, merged) for line in other_files(source, folder)]
-    try:
-        adapted = PeftModel.from_pretrained(load(source), adapter)
-        report["adapter"] = difference(adapted, adapter)
-        weights, expected = adapted.merge_and_unload().state_dict(), load(merged).state_dict()
-        assert weights.keys() == expected.keys()
-        report["weights"] = max((weights[name] - expected[name]).abs().max().item() for name in expected)
-    except (RuntimeError, ValueError) as error:
-        report["adapter"] = f"{type(error).__name__}: {error}"
-    print(json.dumps(report))
+def main(out: str, folder: str, *types: str) -> None:
+    Path(out).write_text(json.dumps({model_type: report(Path(folder), model_type) for model_type in types}))
+
+
+def report(folder: Path, model_type: str) -> dict[str, Any]:
+    saved = (
+        f"{model_type}{save}" for save in ("", "-full/checkpoint-0", "-lora/checkpoint-0-merged", "-lora/checkpoint-0")
+    )
+    source, whole, merged, adapter = (str(folder / name) for name in saved)
+    with_adapter = load(merged)
+    adapted = PeftModel.from_pretrained(load(source), adapter)
+    differences = {
+        "whole": difference(load(whole), whole),
+        "merged": difference(with_adapter, merged),
+        "adapter": difference(adapted, adapter),
+    }
+    weights, expected = adapted.merge_and_unload().state_dict(), with_adapter.state_dict()
+    assert weights.keys() == expected.keys()
+    differences["weights"] = max((weights[name] - expected[name]).abs().max().item() for name in expected)
+    return {**differences, "other files": other_files(source, whole, merged)}
 
 
 def has_images(folder: str) -> bool:
@@ -60,16 +68,16 @@ def difference(model: Any, folder: str) -> float:
     tokens = torch.tensor([probe["tokens"]])
     logits = model(tokens).logits[0, :-1].float() / probe["temperature"]
     logprobs = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
-    return (logprobs - torch.tensor(probe["logprobs"])).abs().max().item()
+    return float((logprobs - torch.tensor(probe["logprobs"])).abs().max())
 
 
-def other_files(source: str, folder: str) -> list[str]:
-    """Return what a user of the folder would read otherwise than in the source."""
-    readers = {"generation": generation, "tokenizer": tokenizer}
-    readers |= {"processor": processor} if has_images(source) else {}
-    others = [f"{name}: {read(folder)} instead of {read(source)}" for name, read in readers.items()
-              if read(folder) != read(source)]  # fmt: skip
-    return others if is_part_of(config(source), config(folder)) else [f"config: {config(folder)}", *others]
+def other_files(source: str, *folders: str) -> list[str]:
+    """Return what a user of the folders would read otherwise than in the source."""
+    others = [f"config: {config(one)}" for one in folders if not is_part_of(config(source), config(one))]
+    for read in (generation, tokenizer, *([processor] if has_images(source) else [])):
+        expected = read(source)
+        others += [f"{folder}: {read.__name__}, not {expected}" for folder in folders if read(folder) != expected]
+    return others
 
 
 def config(folder: str) -> Any:
