@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swift_megatron_grpo.output.recording.dump import RolloutDump
@@ -54,12 +55,10 @@ def refusal_of_line(folder: Path, content: bytes) -> int:
     return int(str(refused.value).split("line ")[1][0])
 
 
-@settings(max_examples=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(bit=st.integers(0, 2**32))
-def test_every_flipped_bit_is_refused_by_file_and_line(folder: Path, whole: bytes, bit: int) -> None:
-    damaged = flip(whole, bit)
-    line = 1 + whole[: bit % (8 * len(whole)) // 8].count(b"\n")
-    assert refusal_of_line(folder, damaged) == line
+def test_every_flipped_bit_is_refused_by_file_and_line(folder: Path, whole: bytes) -> None:
+    for bit in random.Random(0).sample(range(8 * len(whole)), 2000):
+        line = 1 + whole[: bit // 8].count(b"\n")
+        assert refusal_of_line(folder, flip(whole, bit)) == line
 
 
 @settings(max_examples=300)
