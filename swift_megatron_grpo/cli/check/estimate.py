@@ -68,9 +68,6 @@ def estimate(args: GRPOArguments, model: Model, rows: Rows, gpu: Gpu) -> Estimat
     def divides(layout: Layout) -> bool:
         return not any(faults_of_layout(layout, shape)) and args.global_batch_size % layout.data_parallel == 0
 
-    def divides_and_fits(layout: Layout) -> bool:
-        return divides(layout) and run.with_training(layout=layout).fits(gpu_bytes, *PHASES)
-
     fits, engine, engine_fits = run.fits(gpu_bytes, *PHASES), run.engine, run.engine_fits(gpu_bytes)
     half = [(prompt + args.max_completion_length // 2, args.max_completion_length // 2) for prompt in prompts]
     work = work_of(half, model.flops)
@@ -97,7 +94,9 @@ def estimate(args: GRPOArguments, model: Model, rows: Rows, gpu: Gpu) -> Estimat
         else [flags for flags, _ in engines_that_fit(engine, gpu_bytes, layout.world_size)],
         completion_tokens=work.completion_tokens,
         train_seconds=seconds * (1 - saved_by_sharing(plan, config.batch, model, samples)),
-        even_stages=even_stages(work, run.decoder, layout, divides_and_fits),
+        even_stages=even_stages(
+            work, run.decoder, layout, lambda at: divides(at) and run.with_training(layout=at).fits(gpu_bytes, *PHASES)
+        ),
         generation_seconds=None
         if engine is None or not engine_fits
         else _generation_seconds(args, config, model, gpu, prompts, engine),

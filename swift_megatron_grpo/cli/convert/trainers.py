@@ -70,9 +70,9 @@ def _targets(value: Any) -> Flags:
 TARGETS = Computed(["target_modules"], _targets)
 
 
-def _adapter(rank: Any = None, alpha: Any = None, dropout: Any = None, nested_rank: Any = None,
-             nested_alpha: Any = None) -> Flags:  # fmt: skip
-    if not (rank or nested_rank):
+def adapter(rank: Any = None, alpha: Any = None, dropout: Any = None, nested_rank: Any = None,
+            nested_alpha: Any = None, on: Any = True) -> Flags:  # fmt: skip
+    if not (on and (rank or nested_rank)):
         return {"tuner_type": "full"}
     sizes = {"lora_rank": rank or nested_rank, "lora_alpha": alpha or nested_alpha, "lora_dropout": dropout}
     return {"tuner_type": "lora", **sizes, "target_modules": "all-linear"}
@@ -257,7 +257,7 @@ VERL = Table(
                  high=f"{_ACTOR}.clip_ratio_high"),
         Together(partial(_kl, of_loss=0.001, of_reward=0.001), "beta kl_in_reward", in_loss=_KL_IN_LOSS,
                  of_loss=f"{_ACTOR}.kl_loss_coef", in_reward=_KL_IN_REWARD, of_reward="algorithm.kl_ctrl.kl_coef"),
-        Together(_adapter, "tuner_type lora_rank lora_alpha target_modules", rank=f"{_MODEL}.lora_rank",
+        Together(adapter, "tuner_type lora_rank lora_alpha target_modules", rank=f"{_MODEL}.lora_rank",
                  alpha=f"{_MODEL}.lora_alpha", nested_rank=f"{_MODEL}.lora.rank", nested_alpha=f"{_MODEL}.lora.alpha"),
         # verl frees vLLM's cache and offloads its weights between rollouts.
         Together(lambda on: {"sleep_level": 1 if on else 0}, "sleep_level", on=f"{_ROLLOUT}.free_cache_engine"),
@@ -487,7 +487,7 @@ ROLL = Table(
         Together(_kl, "beta kl_in_reward", in_loss="use_kl_loss", of_loss="kl_loss_coef", of_reward="init_kl_coef",
                  in_reward="add_token_level_kl"),
         Together(_clip, "epsilon epsilon_high", both="pg_clip", low="pg_clip_low", high="pg_clip_high"),
-        Together(_adapter, "tuner_type lora_rank lora_alpha lora_dropout target_modules",
+        Together(adapter, "tuner_type lora_rank lora_alpha lora_dropout target_modules",
                  rank=f"{_ROLL_MODEL}.lora_rank", alpha=f"{_ROLL_MODEL}.lora_alpha",
                  dropout=f"{_ROLL_MODEL}.lora_dropout"),
     ),

@@ -22,7 +22,7 @@ from swift_megatron_grpo.cli.convert.tables import (
     when_positive,
     whole,
 )
-from swift_megatron_grpo.cli.convert.trainers import TARGETS
+from swift_megatron_grpo.cli.convert.trainers import TARGETS, adapter
 
 _OWN = Needless("chosen by this trainer")
 _REWARDS = ByHand(
@@ -86,13 +86,6 @@ def _trackers(value: Any) -> Flags:
 def _correction(on: Any, vllm: Any, mode: Any, bound: Any) -> Flags:
     of_engine = {"rollout_importance_sampling_mode": mode, "rollout_importance_sampling_threshold": bound}
     return of_engine if on and vllm else {}
-
-
-def _adapter(rank: Any, alpha: Any, dropout: Any, on: Any = True) -> Flags:
-    if not on:
-        return {"tuner_type": "full"}
-    sizes = {"lora_rank": rank, "lora_alpha": alpha, "lora_dropout": dropout}
-    return {"tuner_type": "lora", **sizes, "target_modules": "all-linear"}
 
 
 def _model_arguments(value: Any) -> Flags:
@@ -199,9 +192,9 @@ TRL = Table(
                  on="vllm_importance_sampling_correction", mode="vllm_importance_sampling_mode",
                  bound="vllm_importance_sampling_cap", reads={"vllm": "use_vllm"}),
         Together(_rows, "dataset USE_HF", name="dataset_name", subset="dataset_config"),
-        Together(partial(_adapter, rank=16, alpha=32, dropout=0.05, on=False), _ADAPTER_FLAGS, on="use_peft",
+        Together(partial(adapter, rank=16, alpha=32, dropout=0.05, on=False), _ADAPTER_FLAGS, on="use_peft",
                  rank="lora_r", alpha="lora_alpha", dropout="lora_dropout"),
-        Together(partial(_adapter, rank=8, alpha=8, dropout=0), _ADAPTER_FLAGS,
+        Together(partial(adapter, rank=8, alpha=8, dropout=0), _ADAPTER_FLAGS,
                  rank="LoraConfig.r", alpha="LoraConfig.lora_alpha", dropout="LoraConfig.lora_dropout"),
     ),
 )  # fmt: skip
