@@ -301,20 +301,14 @@ class StockTensors(Strict, extra="allow"):
 
 
 SCHEMAS: dict[str, type[BaseModel]] = {
-    Routes.GENERATE: GenerateRequest,
-    Routes.GENERATE_BATCH: GenerateBatch,
-    Routes.SCORE: ScoreRequest,
-    Routes.JOIN: JoinRequest,
-    Routes.RECEIVE: ReceiveRequest,
-}
+    Routes.GENERATE: GenerateRequest, Routes.GENERATE_BATCH: GenerateBatch, Routes.SCORE: ScoreRequest,
+    Routes.JOIN: JoinRequest, Routes.RECEIVE: ReceiveRequest,
+}  # fmt: skip
 STOCK_SCHEMAS: dict[str, type[BaseModel]] = {
-    "/infer/": StockInfer,
-    "/init_communicator/": StockCommunicator,
-    "/update_named_param/": StockTensor,
-    "/update_flattened_params/": StockTensors,
-    "/update_adapter_param/": StockTensors,
+    "/infer/": StockInfer, "/init_communicator/": StockCommunicator, "/update_named_param/": StockTensor,
+    "/update_flattened_params/": StockTensors, "/update_adapter_param/": StockTensors,
     "/update_adapter_flattened_param/": StockTensors,
-}
+}  # fmt: skip
 
 
 def parse(body: bytes, schema: type[B], limits: ContentLimits) -> B:

@@ -35,14 +35,9 @@ class UnfinishedRollout:
 
 def shared_settings(config: GRPOConfig) -> Mapping[str, float]:
     """Return the settings that a run must share to continue a rollout of another one, by flag."""
-    batch = config.batch
-    return {
-        "num_generations": batch.num_generations,
-        "generation_batch_size": batch.generation_batch_size,
-        "global_batch_size": batch.global_batch_size,
-        "num_iterations": config.num_iterations,
-        "temperature": config.sampling.temperature,
-    }
+    names = ("num_generations", "generation_batch_size", "global_batch_size")
+    of_batch = {name: getattr(config.batch, name) for name in names}
+    return {**of_batch, "num_iterations": config.num_iterations, "temperature": config.sampling.temperature}
 
 
 def save_unfinished(folder: Path, rollout: UnfinishedRollout | None, digests: rows.Digests) -> None:

@@ -42,12 +42,8 @@ def adapter_settings_applied() -> Iterator[None]:
     dispatch = peft_model.dispatch_megatron
 
     def dispatch_with_settings(target: Any, adapter_name: str, config: Any, **options: Any) -> Any:
-        settings = {
-            "lora_dropout": config.lora_dropout,
-            "init_lora_weights": config.init_lora_weights,
-            "use_rslora": config.use_rslora,
-            "lora_bias": config.lora_bias,
-        }
+        names = ("lora_dropout", "init_lora_weights", "use_rslora", "lora_bias")
+        settings = {name: getattr(config, name) for name in names}
         module = dispatch(target, adapter_name, config=config, **settings, **options)
         if module is not None and config.lora_dropout > 0:
             module.lora_dropout[adapter_name] = AdapterDropout(config.lora_dropout, _state_of(module))

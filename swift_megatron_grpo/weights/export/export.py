@@ -105,11 +105,8 @@ def adapter_config(model: GPTModel) -> dict[str, Any]:
     config = model.peft_config[ADAPTER]
     targets = config.target_modules
     return {
-        "r": config.r,
-        "lora_alpha": config.lora_alpha,
+        **{name: getattr(config, name) for name in ("r", "lora_alpha", "use_rslora", "bias")},
         "target_modules": targets if isinstance(targets, str) else sorted(targets or []),
-        "use_rslora": config.use_rslora,
-        "bias": config.bias,
         "modules_to_save": config.modules_to_save and list(config.modules_to_save),
     }
 
