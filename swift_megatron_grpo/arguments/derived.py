@@ -24,7 +24,7 @@ from swift_megatron_grpo.settings.algorithm import defaults_of
 from swift_megatron_grpo.settings.batches import Batches, BatchSizes
 from swift_megatron_grpo.settings.flag import Flags, parser_class
 from swift_megatron_grpo.settings.groups import GROUPS
-from swift_megatron_grpo.settings.layout import DataShape, Facts, Layout, ModelShape
+from swift_megatron_grpo.settings.layout import DataShape, Facts, Layout, ModelShape, why_repeated
 from swift_megatron_grpo.settings.modules import module_paths
 from swift_megatron_grpo.settings.parallel import Parallel
 from swift_megatron_grpo.settings.recording import Recording
@@ -234,17 +234,6 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
         modules=module_paths(text, experts is not None) if text == config else (),
         repeats_prompts=why_repeated(text),
     )
-
-
-def why_repeated(text: Mapping[str, Any]) -> str | None:
-    """Return why this attention cannot share prompts, where training/layers/shared_prompts.py would refuse it late."""
-    if text.get("model_type") == "gpt_oss":  # the one text model whose sliding_window mcore-bridge reads
-        return "layers attend to a window of tokens"
-    if "linear_num_key_heads" in text:
-        return "layers with linear attention have a state that runs along each sequence"
-    if "kv_lora_rank" in text:
-        return "multi-latent attention takes positions from the bounds of sequences"
-    return None
 
 
 def world_size() -> int:

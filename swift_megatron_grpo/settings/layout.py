@@ -70,6 +70,17 @@ class ModelShape:
     repeats_prompts: str | None = None  # why its attention needs a copy of the prompt for each completion
 
 
+def why_repeated(text: Mapping[str, Any]) -> str | None:
+    """Return why this attention cannot share prompts, where training/layers/shared_prompts.py would refuse it late."""
+    if text.get("model_type") == "gpt_oss":  # the one text model whose sliding_window mcore-bridge reads
+        return "layers attend to a window of tokens"
+    if "linear_num_key_heads" in text:
+        return "layers with linear attention have a state that runs along each sequence"
+    if "kv_lora_rank" in text:
+        return "multi-latent attention takes positions from the bounds of sequences"
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class DataShape:
     images: int  # the most in a row

@@ -12,11 +12,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto import modeling_auto as auto
 
-from swift_megatron_grpo.arguments.derived import why_repeated
 from swift_megatron_grpo.cli.estimate.activations import Decoder, VisionTower
 from swift_megatron_grpo.cli.estimate.parameters import Part, Tensor, tensors_of
 from swift_megatron_grpo.generation.protocol.model_identity import language_config, read_model_config
 from swift_megatron_grpo.packing.flops import DeltaNets, FlopsModel
+from swift_megatron_grpo.settings.layout import why_repeated
 
 # Tensors that the feed-forward of a vision tower saves: outputs of its first matrix and activation, and their product.
 _FEED_FORWARD = {"qwen2_vl": 3, "qwen2_5_vl": 4, "qwen3_vl": 2, "qwen3_vl_moe": 2, "qwen3_5": 2, "qwen3_5_moe": 2,
