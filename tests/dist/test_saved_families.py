@@ -1,4 +1,4 @@
-"""Load what a run saves of every type of model without this package: whole models and adapters of trained weights.
+"""Load what a run saves of every type of model without this package: whole models and adapters of trained weights."""
 
 from __future__ import annotations
 
