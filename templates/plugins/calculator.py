@@ -27,7 +27,7 @@ class Calculator(Env):
     async def step(self, action: list[dict[str, Any]]) -> tuple[str, float, bool, dict[str, Any]]:
         """Return the result of a call, or the score of an answer."""
         text: str = action[-1]["content"]
-        call = re.search(r"calc\(([^a-z]*)\)", text)
+        call = re.search(r"calc\((.*)\)", text)
         if call:
             return f"The result is {calculate(call[1])}. Answer with the number only.", 0.0, False, {}
         return "", score(text, self._problem), True, {}
