@@ -80,6 +80,10 @@ fi
 if [ -n "$test" ] && changed test.lock requirements/test.lock; then
     install test.lock "$(grep -c '^[^#].*==' requirements/test.lock) packages of test.lock" -r requirements/test.lock
 fi
+if [ -n "$test" ] && ! command -v cc >/dev/null; then
+    echo "no C compiler, which requirements/recipes.lock needs: the tests of templates/plugins/reasoning_task.py skip"
+    recipes=""
+fi
 if [ -n "$recipes" ] && changed recipes.lock requirements/recipes.lock; then
     install recipes.lock "packages of recipes.lock" -r requirements/recipes.lock
 fi
