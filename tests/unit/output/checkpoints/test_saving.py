@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -144,3 +145,15 @@ def test_every_rank_computes_the_checksums_of_its_own_files() -> None:
     assert shares[2] == []  # on another machine than rank 0, which has written the rest
     assert sorted(name for share in shares for name in share) == sorted(sizes)
     assert sorted(map(len, shares)) == [0, 1, 2, 3]
+
+
+def test_freed_memory_returns_to_the_system_after_a_save(tmp_path: Path) -> None:
+    def anonymous() -> int:
+        return psutil.Process().memory_full_info().uss >> 20
+
+    blocks = [b"x" * (2000 + i % 7) for i in range(50_000)]  # 100 MiB in blocks that glibc serves from its heap
+    kept = blocks[:: len(blocks) // 10]  # which end the heap, so that it does not shrink by itself
+    del blocks
+    before = anonymous()
+    save(tmp_path, 1)
+    assert before - anonymous() > 60 and kept
