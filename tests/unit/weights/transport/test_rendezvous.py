@@ -188,7 +188,9 @@ def test_a_rank_whose_connection_is_closed_for_a_newer_one_tries_again() -> None
             relay(listener, rendezvous.port, [])
 
         threading.Thread(target=close_the_first, daemon=True).start()
-        for channel in form(replace(rendezvous, port=listener.getsockname()[1])):
+        channels = form(replace(rendezvous, port=listener.getsockname()[1]))
+        assert len(channels) == 2
+        for channel in channels:
             channel.close()
 
 
