@@ -8,7 +8,10 @@ Execnet starts it like Python, with the arguments `-u -c CODE`, and talks to it 
 from __future__ import annotations
 
 import os
+import select
+import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from tests.forking.client import fork_server
@@ -21,4 +24,7 @@ if __name__ == "__main__":
     # From here on the streams are the worker's alone: execnet waits for the end of its output.
     for number in (0, 1):
         os.close(number)
+    select.select([os.pidfd_open(worker.pid)], [], [])
+    with suppress(ProcessLookupError):
+        os.killpg(worker.pid, signal.SIGKILL)  # a child that holds the streams would hide from pytest that it crashed
     os._exit(worker.wait())
