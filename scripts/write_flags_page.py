@@ -22,7 +22,7 @@ PAGE = REPOSITORY / "docs" / "flags.md"
 
 # The classes of settings/ whose flags a section has.
 AREAS = {
-    "Start, stop and time limits": ("Check", "TimeLimits", "Trace"),
+    "Start, stop and time limits": ("Check", "TimeLimits", "Trace", "Warnings"),
     "Rewards and evaluation": ("Rewards", "Evaluation"),
     "Algorithm": ("Algorithm", "LossConfig", "Kl", "Routing"),
     "Data": ("Data",),

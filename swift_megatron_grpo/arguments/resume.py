@@ -24,7 +24,7 @@ _NAMES = """
     rollout_dump save_steps save_strategy save_total_limit save_safetensors save_missing_weights no_save_optim
     no_save_rng async_save use_persistent_ckpt_worker create_checkpoint_symlink merge_lora
     logging_steps report_to log_completions wandb_log_unique_prompts wandb_project wandb_exp_name swanlab_project
-    swanlab_exp_name callbacks check_model check check_gpu eval_iters eval_steps num_generations_eval
+    swanlab_exp_name callbacks check_model check check_gpu stall_warnings eval_iters eval_steps num_generations_eval
     phase_timeout reward_timeout stop_grace ddp_timeout vllm_request_timeout vllm_server_base_url vllm_server_host
     vllm_server_port vllm_server_timeout vllm_server_group_port vllm_server_api_key vllm_gpu_memory_utilization
     dataloader_num_workers dataset_num_proc load_from_cache_file hub_token

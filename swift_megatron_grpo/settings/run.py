@@ -101,6 +101,24 @@ class Data(Flags):
         return self.data_seed
 
 
+class Warnings(Flags):
+    """Warnings of a run that stops learning; the console prints them."""
+
+    stall_warnings: bool = flag(
+        True,
+        "Print a line when the metrics of the logged steps show that a run stops learning: nearly all groups have "
+        "equal rewards, the reward falls, completions grow until they are cut off, the entropy collapses, or vLLM "
+        "drifts away from the trainer. The line names the flags that help; docs/metrics.md has the conditions. A run "
+        "with --rollout_only or --rollout_replay prints none. Default: true.",
+    )
+    rollout_only: bool
+    rollout_replay: str | None
+
+    @property
+    def watches_stalls(self) -> bool:
+        return self.stall_warnings and not self.rollout_only and self.rollout_replay is None
+
+
 class Check(Flags):
     """A check of the settings without training; cli/check reads it."""
 

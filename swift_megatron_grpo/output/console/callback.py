@@ -19,10 +19,13 @@ from swift.utils import JsonlWriter, format_time, get_logger, is_last_rank
 
 from swift_megatron_grpo.output.console import lines
 from swift_megatron_grpo.output.console.allocator import AllocatorRetries
+from swift_megatron_grpo.output.console.stalls import StallWatch
 from swift_megatron_grpo.output.report.completions import read_completions
 from swift_megatron_grpo.output.report.page import FILE, LiveReport
+from swift_megatron_grpo.output.report.run_files import NoRun, read_run
 from swift_megatron_grpo.runtime.gpus import find_gpu
 from swift_megatron_grpo.runtime.parallel import max_over_ranks
+from swift_megatron_grpo.settings.run import Warnings
 
 logger = get_logger()
 _CLEAR = "\r\x1b[K"  # the line of a terminal
@@ -59,6 +62,15 @@ def peak_tflops(ranks: int) -> float | None:
         return None
 
 
+def stall_watch(folder: Path, steps_done: int) -> StallWatch:
+    """Continue with the log of a run that resumes in its folder."""
+    try:
+        earlier = read_run(folder).training.values if steps_done > 0 else {}
+    except NoRun:  # it resumes in another folder
+        earlier = {}
+    return StallWatch(earlier)
+
+
 class RunConsole(MegatronCallback):
     """Runs on every rank; one of them prints and writes."""
 
@@ -84,6 +96,8 @@ class RunConsole(MegatronCallback):
         self._start = self._logged_at = time.monotonic()
         self._start_step = self._logged_step = step
         self._pace = lines.Pace(step, args.train_iters, self._start, args.steps_per_rollout)
+        watches = self._writes and args.of(Warnings).watches_stalls
+        self._stalls = stall_watch(self._folder, step) if watches else None
         logger.info(f"logging_path: {self._folder / 'logging.jsonl'}")
         self._show_status("starting")
 
@@ -131,6 +145,8 @@ class RunConsole(MegatronCallback):
             self._print(lines.evaluation_line(state.iteration, metrics))
         else:
             self._print_step(metrics, seconds)
+            for stall in self._stalls.report(metrics) if self._stalls is not None else ():
+                self._print(f"  warning: {stall} (--stall_warnings false: no such lines)")
         self._report.update()
 
     def _of_the_fullest_gpu(self) -> dict[str, float]:
