@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Run everything that must hold before a change goes in, on two CPU cores and without an accelerator. Cheap stages come
 # first; the first stage that fails ends the run.
-#   scripts/test.sh                             the stages on the locked packages
-#   scripts/test.sh --all                       also those on other versions of megatron-core, as CI
+#   scripts/test.sh                             the stages on the locked packages; of dist and e2e a choice, see --short
+#   scripts/test.sh --all                       all of them, also on other versions of megatron-core, as CI
 #   scripts/test.sh --quick                     checks, short unit and contract files, one layout, one training run
 #   scripts/test.sh STAGE... [pytest arguments] stages: checks docs unit contract dist e2e core-0.18.2 core-0.19.2
 #   scripts/test.sh -k packing                  pytest arguments go to every pytest stage
@@ -22,7 +22,11 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
-[ ${#stages[@]} -gt 0 ] || stages=(checks docs unit contract dist e2e)
+short=()
+if [ ${#stages[@]} = 0 ]; then
+    stages=(checks docs unit contract dist e2e)
+    short=(--short) # an option of tests/conftest.py
+fi
 code=(swift_megatron_grpo scripts benchmarks templates tests)
 
 scripts/setup_venv.sh --test
@@ -82,7 +86,7 @@ tests_of() { # tests_of PYTEST_ARGUMENT...: several workers, without what is mar
     local core='import importlib.util as u, runpy; [root] = u.find_spec("megatron").submodule_search_locations[:1]
 print(runpy.run_path(f"{root}/core/package_info.py")["__version__"])'
     echo "megatron.core $(python -c "$core"), Python $(python -c 'import platform; print(platform.python_version())')"
-    "${pytest[@]}" --alone no "${workers[@]}" "$@"
+    "${pytest[@]}" --alone no "${short[@]}" "${workers[@]}" "$@"
 }
 
 tests() { # tests "FOLDER..." ARGUMENT...: several workers
@@ -98,7 +102,7 @@ alone() { # alone "FOLDER..." ARGUMENT...: what measures time, on one worker
     read -ra folders <<<"$1"
     mapfile -t files < <(grep -rl --include 'test_*.py' 'mark\.alone' "${folders[@]/#/tests/}")
     [ ${#files[@]} -gt 0 ] || return 0
-    "${pytest[@]}" "${files[@]}" --alone yes "${one_worker[@]}" "${@:2}" || status=$?
+    "${pytest[@]}" "${files[@]}" --alone yes "${short[@]}" "${one_worker[@]}" "${@:2}" || status=$?
     [ "$status" = 5 ] || return "$status"
 }
 

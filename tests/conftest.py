@@ -16,6 +16,7 @@ from tests.forking.client import sockets_folder
 # with one of them at the end; files that are not listed, because they are new or quick, start last.
 DURATIONS = Path(__file__).with_name("durations.json")
 _QUICK = 1.0  # seconds; files that take less are not listed
+_SHORT_CASES = 3  # of a test in dist and e2e, with --short
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -57,28 +58,44 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--longest-file", type=float, help="leave out unit and contract tests of files that took more seconds"
     )
+    parser.addoption("--short", action="store_true", help="leave out `thorough` tests, and most cases in dist and e2e")
     parser.addoption("--store-durations", action="store_true", help="write durations.json after folders have passed")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order the files, and apply --alone and --longest-file."""
+    """Order the files, and apply --alone, --longest-file and --short."""
     durations = {DURATIONS.parent / name: seconds for name, seconds in json.loads(DURATIONS.read_text()).items()}
     items.sort(key=lambda item: -durations.get(item.path, 0.0))
+    kept = list(items)
     if choice := config.getoption("--alone"):
-        groups: dict[str, list[pytest.Item]] = {"yes": [], "no": []}
-        for item in items:
-            groups["yes" if item.get_closest_marker("alone") else "no"].append(item)
-        items[:] = groups.pop(choice)
-        [others] = groups.values()
-        config.hook.pytest_deselected(items=others)
+        kept = [item for item in kept if (item.get_closest_marker("alone") is not None) == (choice == "yes")]
     if longest := config.getoption("--longest-file"):
-        slow = {path for path, seconds in durations.items() if seconds > longest and _is_quick_stage(path)}
-        config.hook.pytest_deselected(items=[item for item in items if item.path in slow])
-        items[:] = [item for item in items if item.path not in slow]
+        slow = {path for path, seconds in durations.items() if seconds > longest}
+        kept = [item for item in kept if item.path not in slow or _stage(item) not in ("unit", "contract")]
+    if config.getoption("--short"):
+        kept = _some_cases([item for item in kept if not item.get_closest_marker("thorough")])
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
 
 
-def _is_quick_stage(path: Path) -> bool:
-    return path.relative_to(DURATIONS.parent).parts[0] in ("unit", "contract")
+def _stage(item: pytest.Item) -> str:
+    return item.path.relative_to(DURATIONS.parent).parts[0]
+
+
+def _some_cases(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Keep the first case, the last and one between of each test in dist and e2e; cases are listed by kind."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if _stage(item) in ("dist", "e2e"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    last = _SHORT_CASES - 1
+    left_out = {
+        item
+        for of_test in cases.values()
+        if len(of_test) > _SHORT_CASES
+        for item in set(of_test) - {of_test[part * (len(of_test) - 1) // last] for part in range(_SHORT_CASES)}
+    }
+    return [item for item in items if item not in left_out]
 
 
 class DurationRecorder:

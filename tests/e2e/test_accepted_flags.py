@@ -77,6 +77,7 @@ def low(folder: Path, dense: Path, dataset: Path) -> Finished:
     return train(folder, dense, dataset, "bf16-cpu", *BF16, "--optimizer_cpu_offload", "true", *STATES)
 
 
+@pytest.mark.thorough
 def test_optimizer_states_on_the_cpu_work_with_the_distributed_optimizer(
     low: Finished, folder: Path, dense: Path, dataset: Path
 ) -> None:
@@ -86,6 +87,7 @@ def test_optimizer_states_on_the_cpu_work_with_the_distributed_optimizer(
         assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
 
 
+@pytest.mark.thorough
 def test_a_run_with_optimizer_states_on_cpu_resumes_as_if_uninterrupted(
     low: Finished, folder: Path, dense: Path, dataset: Path
 ) -> None:
@@ -123,6 +125,7 @@ def with_long_rows(folder: Path, dataset: Path) -> Path:
     return path
 
 
+@pytest.mark.thorough
 def test_long_prompts_are_left_out(folder: Path, dense: Path, with_long_rows: Path) -> None:
     flags = ["--truncation_strategy", "delete", "--train_iters", "5", "--rollout_dump", str(folder / "kept")]
     run = train(folder, dense, with_long_rows, "delete", *flags, "--dataset_shuffle", "false")

@@ -18,6 +18,7 @@ SETTINGS = ["--tuner_type", "lora", "--lora_rank", "8", "--lora_alpha", "16", "-
             "--train_iters", "3", "--save_steps", "3"]  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.e2e
 @pytest.mark.parametrize("sent", ["merged", "alone"])
 def test_vllm_scales_a_rank_stabilised_adapter_as_the_trainer(

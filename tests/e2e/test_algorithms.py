@@ -41,6 +41,7 @@ def runs(folder: Path, dense: Path, dataset: Path) -> dict[str, Finished]:
     return finished
 
 
+@pytest.mark.thorough
 def test_a_pipeline_matches_tensor_parallel_ranks(runs: dict[str, Finished]) -> None:
     """The KL in the reward needs log-probs that only the last stage has; ms-swift subtracts None on the others."""
     pipeline, tensor = runs["pp2"].log, runs["tp2"].log

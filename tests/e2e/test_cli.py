@@ -45,6 +45,7 @@ def check_run(run: Finished, steps: int, layout: str, k3_bound: float, max_diff:
     assert run.log[0]["actor/approxkl"] == 0 and run.log[0]["actor/clipfrac"] == 0  # the first step is on-policy
 
 
+@pytest.mark.thorough
 def test_full_tuning_trains_with_tensor_and_sequence_parallelism(folder: Path, dense: Path, dataset: Path) -> None:
     """`swift megatron rlhf FILE` reaches torchrun and its ranks; test_stop.py runs `megatron rlhf`."""
     flags = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true", "--train_iters", "4", "--save_steps",

@@ -37,6 +37,7 @@ def learned(folder: Path, qwen3_5: Path, dataset: Path) -> Finished:
     return run
 
 
+@pytest.mark.thorough
 def test_the_engine_runs_the_language_model_alone_and_exactly(learned: Finished, qwen3_5: Path) -> None:
     language = [name for name in load_file(qwen3_5 / "model.safetensors") if name.startswith(("model.language", "lm_"))]
     # no vision tower, no prediction layer
@@ -80,6 +81,7 @@ def test_a_tensor_of_a_delta_net_that_does_not_arrive_is_detected(folder: Path, 
         )
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_matches_an_uninterrupted_one(folder: Path, qwen3_5: Path, dataset: Path) -> None:
     """With LoRA, on two tensor-parallel ranks; only adapters are sent to vLLM."""
     flags = [*FP32, "--sync_check", "canary", "--tuner_type", "lora", "--vllm_enable_lora", "true",

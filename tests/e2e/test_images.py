@@ -148,6 +148,7 @@ def test_images_of_later_turns_are_trained_and_others_evaluated(folder: Path, qw
     assert "eval_reward" in (run.folder / "logging.jsonl").read_text()
 
 
+@pytest.mark.thorough
 def test_conversations_on_a_server_show_images_and_are_generated_ahead(
     folder: Path, qwen2_5_vl: Path, colours: Path
 ) -> None:
@@ -220,6 +221,7 @@ def test_the_model_learns_what_only_an_image_shows(folder: Path, qwen2_5_vl: Pat
     assert sum(rewards) / len(rewards) > blind + 0.15, (blind, rewards)
 
 
+@pytest.mark.thorough
 def test_an_adapter_in_the_tower_is_merged_and_faults_are_detected(folder: Path, colours: Path) -> None:
     """Qwen3-VL, tensor parallel with sequence parallelism: rows of the vision tower reach several layers."""
     model = make_model(folder / "qwen3_vl", "qwen3_vl")
@@ -242,6 +244,7 @@ def test_an_adapter_in_the_tower_is_merged_and_faults_are_detected(folder: Path,
     assert reports["frozen weights that changed"] == []
 
 
+@pytest.mark.thorough
 def test_a_frozen_tower_runs_in_a_pipeline_and_a_resumed_run_matches(
     folder: Path, qwen2_5_vl: Path, colours: Path
 ) -> None:

@@ -62,6 +62,7 @@ def run_template_forked(model: Path, dataset: Path, folder: Path, flags: list[st
     return forked_ranks(arguments, folder, int(ranks), {})
 
 
+@pytest.mark.thorough
 def test_the_template_trains_on_conversations(tmp_path: Path, dense: Path) -> None:
     """One engine spans both ranks, and the environment draws random numbers, which must not differ between ranks."""
     dataset = make_dataset(tmp_path / "data.jsonl", rows=4)

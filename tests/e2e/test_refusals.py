@@ -37,6 +37,7 @@ def test_rows_that_would_be_dropped_end_the_run_before_a_model_loads(folder: Pat
     assert run.output.count(message) == 1 and run.output.splitlines()[-1].startswith(message), run.output[-3000:]
 
 
+@pytest.mark.thorough
 @pytest.mark.e2e
 def test_too_few_rows_for_a_step_end_the_run_with_one_message(folder: Path, dense: Path, dataset: Path) -> None:
     (few := folder / "few.jsonl").write_text(dataset.read_text().splitlines()[0])
@@ -60,6 +61,7 @@ orms["mine"] = Mine
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.e2e
 def test_a_reward_that_raises_and_a_model_without_weights_end_the_run(folder: Path, dense: Path, dataset: Path) -> None:
     (plugin := folder / "raises.py").write_text(RAISES)

@@ -353,12 +353,14 @@ def test_five_hundred_damaged_requests_change_nothing(server: RolloutServer, tra
 
     for number in range(100):  # memory that every kind of request allocates once
         attack(number)
-    before, tokens = resident(server), fixed()
+    before, (tokens, logprobs_before) = resident(server), fixed()
     answers = [attack(number) for number in range(500)]
     odd = [answer for answer in answers if not (200 <= answer[3] < 300 or 400 <= answer[3] < 500)]
     assert not odd, odd[:3]
     assert {answer[3] for answer in answers} >= {200, 422}
-    assert fixed() == tokens
+    now, logprobs = fixed()
+    # Exactly, for the tokens. Log-probs in bfloat16 depend on what vLLM computes a token with, such as a cached prefix.
+    assert now == tokens and logprobs == pytest.approx(logprobs_before, abs=0.05)
     assert resident(server) < 1.05 * before
     assert "Traceback" not in str(answers)
 

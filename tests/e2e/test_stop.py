@@ -35,6 +35,7 @@ def check_stopped(run: Finished, step: int) -> str:
     return line.partition("use the same command with ")[2]
 
 
+@pytest.mark.thorough
 def test_a_signal_to_the_command_stops_all_processes(folder: Path, dense: Path, dataset: Path) -> None:
     """The run then continues from its checkpoint.
 
@@ -84,6 +85,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_step(inputs: tuple[Path, Path,
     assert [line["iteration"] for line in run.log] == ["1/1000", "2/1000"]
 
 
+@pytest.mark.thorough
 def test_all_ranks_of_an_engine_give_up_a_generation_that_takes_too_long(
     inputs: tuple[Path, Path, Path],
 ) -> None:
