@@ -40,7 +40,7 @@ def language_model(model: torch.nn.Module) -> GPTModel:
 def guard_vision_towers(models: Iterable[torch.nn.Module]) -> None:
     for model in models:
         towers: Any = model.visual if is_composite(model) else None
-        if towers is not None:
+        if towers is not None and not towers.config.language_model_only:  # then the wrapper is empty
             towers.get_inputs_embeds = VisionTowerGuard(towers).embed
 
 

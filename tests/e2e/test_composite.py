@@ -134,3 +134,17 @@ def test_text_of_other_types_is_generated_and_trained_with_equal_numbers(
     assert towers
     for name in [name for name in before if VISION_TOWER.search(name)]:
         assert torch.equal(before[name].float(), after[towers[name.removeprefix("model.")]].float()), name
+
+
+def test_without_the_image_part_text_trains_alike_and_saves_it(
+    learned: Finished, folder: Path, qwen3_5: Path, dataset: Path
+) -> None:
+    """In its first step the image part has no effect on text, so the run that builds it has equal numbers."""
+    flags = [*FP32, *PROBED, *LEARNING, "--train_iters", "1", "--save_steps", "1", "--language_model_only", "true"]
+    run = megatron_rlhf(qwen3_5, dataset, folder / "language-only", 1, flags)
+    assert run.code == 0, run.output[-4000:]
+    [step], expected = run.log, learned.log[0]
+    assert all(step[name] == expected[name] for name in ("loss", "grad_norm", "reward", "rollout/k3_kl"))
+    before, after = load_file(qwen3_5 / "model.safetensors"), load_file(run.last_checkpoint / "model.safetensors")
+    assert set(before) == set(after)
+    assert all(torch.equal(before[name].float(), after[name].float()) for name in before if VISION_TOWER.search(name))
