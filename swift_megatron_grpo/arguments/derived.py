@@ -24,7 +24,7 @@ from swift_megatron_grpo.settings.algorithm import defaults_of
 from swift_megatron_grpo.settings.batches import Batches, BatchSizes
 from swift_megatron_grpo.settings.flag import Flags, parser_class
 from swift_megatron_grpo.settings.groups import GROUPS
-from swift_megatron_grpo.settings.layout import DataShape, Facts, Layout, ModelShape, why_repeated
+from swift_megatron_grpo.settings.layout import DataShape, Facts, Layout, ModelShape, unread_window, why_repeated
 from swift_megatron_grpo.settings.modules import module_paths
 from swift_megatron_grpo.settings.parallel import Parallel
 from swift_megatron_grpo.settings.recording import Recording
@@ -233,6 +233,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
         linear_heads=tuple(heads for heads in linear if heads is not None),
         modules=module_paths(text, experts is not None) if text == config else (),
         repeats_prompts=why_repeated(text),
+        unread_window=unread_window(text),
     )
 
 

@@ -68,6 +68,10 @@ class ModelShape:
     linear_heads: tuple[int, ...] = ()  # of linear attention
     modules: tuple[str, ...] = ()  # their paths in Megatron; empty: not known
     repeats_prompts: str | None = None  # why its attention needs a copy of the prompt for each completion
+    unread_window: int | None = None  # tokens that a layer attends to in vLLM, and not in Megatron
+
+
+_WINDOWS_READ = ("gpt_oss", "gemma4_text", "gemma4_unified_text", "muse_glimmer_text", "deepseek_v4")
 
 
 def why_repeated(text: Mapping[str, Any]) -> str | None:
@@ -79,6 +83,19 @@ def why_repeated(text: Mapping[str, Any]) -> str | None:
     if "kv_lora_rank" in text:
         return "multi-latent attention takes positions from the bounds of sequences"
     return None
+
+
+def unread_window(text: Mapping[str, Any]) -> int | None:
+    """Return the sliding window that vLLM and transformers use, and that mcore-bridge 1.6.5 does not read."""
+    window, kind, listed = text.get("sliding_window"), str(text.get("model_type")), text.get("layer_types")
+    used = text.get("use_sliding_window", not kind.startswith(("qwen", "mimo")))  # whose default is false
+    if not window or not used or kind in _WINDOWS_READ:
+        return None
+    layers = text.get("num_hidden_layers", 0)
+    active = (
+        "sliding_attention" in listed if listed else kind == "qwen2_moe" or text.get("max_window_layers", 0) < layers
+    )
+    return int(window) if active else None
 
 
 @dataclass(frozen=True, slots=True)

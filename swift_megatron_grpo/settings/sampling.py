@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from swift_megatron_grpo.settings.config import SamplingConfig
 from swift_megatron_grpo.settings.flag import Above, AtLeast, Faults, Flags, Range, as_typed, flag, rule
+from swift_megatron_grpo.settings.layout import ModelShape
 
 _LEAST_TEMPERATURE = 0.01  # vLLM samples at this temperature below it
 _MOST_TOKENS = 10_000_000  # no model has room for more
@@ -61,6 +62,24 @@ class Sampling(Flags):
                 "--vllm_max_model_len 1 has no room for a token of prompt and one of completion; use "
                 f"--vllm_max_model_len {1024 + self.max_completion_length}"
             )
+
+    @rule
+    def trainer_and_vllm_attend_to_the_same_tokens(self, shape: ModelShape) -> Faults:
+        """Refuse sequences beyond a sliding window that mcore-bridge does not read; a server may have any length."""
+        window, room = shape.unread_window, None if self.vllm_mode == "server" else self.vllm_max_model_len
+        longest = None if self.max_length is None else self.max_length + self.max_completion_length
+        fits = any(length is not None and window is not None and length <= window for length in (room, longest))
+        if window is None or fits:
+            return
+        advice = f"--vllm_max_model_len {window}"
+        if self.vllm_mode == "server":
+            half = window // 2
+            advice = f"--max_length {window - half} with --max_completion_length {half}"
+        yield (
+            f"--model {shape.name}: its config.json has a sliding window of {window} tokens, which vLLM uses and "
+            f"mcore-bridge 1.6.5 does not read: longer sequences would be trained with full attention; use {advice}, "
+            "or a model without a window"
+        )
 
     def settings(self) -> SamplingConfig:
         return SamplingConfig(

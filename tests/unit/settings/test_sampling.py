@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from swift_megatron_grpo.arguments.derived import shape_of
+from swift_megatron_grpo.settings.layout import unread_window
 from swift_megatron_grpo.settings.sampling import Evaluation, Sampling, rounds_of
 from tests.unit.settings.flags import faults, of
 
@@ -70,3 +72,41 @@ def test_completions_that_are_cut_are_noted() -> None:
     assert note.startswith("--vllm_max_model_len 149 is less than --max_length 100 and --max_completion_length 50 tog")
     [note] = of(Sampling, **typed, vllm_max_model_len=149).notes(60)
     assert "--eval_max_completion_length 60" in note and note.endswith("--vllm_max_model_len 160 has room for all")
+
+
+WINDOW = {"sliding_window": 512, "num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "window"),
+    [
+        ({"model_type": "llama"}, 512),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 2}, 512),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 4}, None),  # no layer has it
+        ({"model_type": "qwen2_moe", "use_sliding_window": True, "max_window_layers": 4}, 512),  # every second layer
+        ({"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["sliding_attention"] * 4}, 512),
+        ({"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["full_attention"] * 4}, None),
+        ({"model_type": "qwen2", "use_sliding_window": False}, None),
+        ({"model_type": "qwen2"}, None),
+        ({"model_type": "llama", "sliding_window": None}, None),
+        ({"model_type": "gpt_oss"}, None),  # mcore-bridge reads it
+    ],
+)
+def test_an_active_window_that_the_trainer_lacks_is_found(config: dict[str, Any], window: int | None) -> None:
+    assert unread_window(WINDOW | config) == window
+
+
+def test_sequences_longer_than_an_unread_window_are_refused() -> None:
+    shape = shape_of(WINDOW | {"model_type": "llama"}, "m")
+    local: dict[str, Any] = {"vllm_mode": "colocate", "max_completion_length": 256}
+    refused = r"--model m: .* sliding window of 512 tokens, .* full attention; use "
+    assert re.search(f"{refused}--vllm_max_model_len 512, or", faults(Sampling, shape=shape, **local, max_length=257))
+    assert re.search(refused, faults(Sampling, shape=shape, **local, max_length=None, vllm_max_model_len=513))
+    for fitting in ({"max_length": 256}, {"max_length": None, "vllm_max_model_len": 512}):
+        assert faults(Sampling, shape=shape, **local, **fitting) == ""
+    served = local | {"vllm_mode": "server", "vllm_max_model_len": 512}
+    assert re.search(
+        f"{refused}--max_length 256 with --max_comp", faults(Sampling, shape=shape, **served, max_length=257)
+    )
+    assert faults(Sampling, shape=shape, **served, max_length=256) == ""
+    assert faults(Sampling, shape=shape_of({"model_type": "llama"}, "m"), **local, max_length=None) == ""
