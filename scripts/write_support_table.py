@@ -1,9 +1,9 @@
-"""Write docs/limitations.md: the tables of refused flags and of refused settings of vLLM.
+"""Write docs/limitations.md, and the table of model types in docs/models.md.
 
     python -m scripts.write_support_table
 
-The contents come from arguments/refused.py and generation/vllm/engine_kwargs.py in swift_megatron_grpo;
-tests/unit/docs/test_generated_pages.py compares them.
+The contents come from arguments/refused.py, arguments/model_types.py and generation/vllm/engine_kwargs.py in
+swift_megatron_grpo; tests/unit/docs/test_generated_pages.py compares them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,20 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from swift_megatron_grpo.arguments.model_types import (
+    COMPARED,
+    COMPOSITE,
+    READ_AS,
+    REFUSED_COMPOSITE,
+    REFUSED_TEXT,
+    TEXT,
+)
 from swift_megatron_grpo.arguments.refused import NOT_YET, NOTED, READ_WITH, Refusal
 from swift_megatron_grpo.generation.vllm.engine_kwargs import REFUSED
 
 PAGE = Path(__file__).parents[1] / "docs" / "limitations.md"
+MODELS = PAGE.with_name("models.md")
+BEGIN, END = "<!-- types, by scripts/write_support_table.py -->\n", "<!-- end of types -->\n"
 INTRODUCTION = """\
 Every flag of `megatron rlhf` either works, or is refused before a model loads, with the reason and a value that works.
 Where the last column says yes, ms-swift's own trainer supports the other values: `SWIFT_MEGATRON_GRPO=off` starts it.
@@ -52,6 +62,25 @@ def engine_table(refused: Mapping[str, str] = REFUSED) -> str:
         by_reason.setdefault(reason, []).append(f"`{name}`" + (f" (`{flag}`)" if flag else ""))
     rows = [f"| {', '.join(names)} | {why} |" for why, names in by_reason.items()]
     return "\n".join(["| refused | why |", "| --- | --- |", *rows]) + "\n"
+
+
+def types_table() -> str:
+    """Return a Markdown table of all types that mcore-bridge converts: trained, or refused with the reason."""
+    states = dict.fromkeys(TEXT, "trained: text") | dict.fromkeys(COMPARED, "trained: text, without a test")
+    states |= {name: f"trained: mcore-bridge reads it as a {base}" for name, base in READ_AS.items()}
+    states |= dict.fromkeys(COMPOSITE, "trained: text and images")
+    states |= {name: f"refused: {why}" for name, why in {**REFUSED_TEXT, **REFUSED_COMPOSITE}.items()}
+    rows = [
+        f"| {', '.join(f'`{name}`' for name, its in states.items() if its == state)} | {state} |"
+        for state in dict.fromkeys(states.values())
+    ]
+    return "\n".join(["| `model_type` of config.json | state |", "| --- | --- |", *rows]) + "\n"
+
+
+def with_types(page: str) -> str:
+    """Return docs/models.md with this table."""
+    before, rest = page.split(BEGIN)
+    return before + BEGIN + types_table() + END + rest.split(END)[1]
 
 
 def page(refused: Mapping[str, Refusal] = NOT_YET) -> str:
@@ -90,3 +119,4 @@ def _as_typed(value: Any) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page())
+    MODELS.write_text(with_types(MODELS.read_text()))

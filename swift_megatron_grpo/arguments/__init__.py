@@ -8,7 +8,8 @@ start_up_log.py    the first lines that a run logs
 refused.py         flags of ms-swift that are refused, or change nothing
 command_line.py    names, types and choices as typed, before the parser: also names of ms-swift 3 and misspelt ones
 environment.py     checks of files, folders, plugins, registries and packages
-models.py          checks of the model's architecture: supported types, and reasons for the others
+models.py          checks of the model's architecture
+model_types.py     the types that are trained, and the reasons why others are not
 
 Tested by tests/unit/arguments.
 """

@@ -1,9 +1,4 @@
-"""Checks of the model that config.json describes: supported types, attention layers, kernels, experts, positions.
-
-A composite model, which is a language model with an image, video or audio part, is supported if a test trains a tiny
-model of its type on text and images, and compares it with plain transformers. docs/models.md has the list with what is
-trained, frozen and sent.
-"""
+"""Checks of the model that config.json describes: supported types, attention layers, kernels, experts, positions."""
 
 from __future__ import annotations
 
@@ -16,6 +11,13 @@ from typing import Any
 import torch
 
 from swift_megatron_grpo.arguments.derived import DerivedArguments
+from swift_megatron_grpo.arguments.model_types import (
+    COMPOSITE,
+    INTERNVL_LANGUAGES,
+    REFUSED_COMPOSITE,
+    REFUSED_TEXT,
+    TEXT,
+)
 from swift_megatron_grpo.arguments.refused import STOCK_TRAINER
 from swift_megatron_grpo.generation.protocol.model_identity import language_config, position_identity
 from swift_megatron_grpo.platforms.attention_packages import fault_of_delta_rule, has_flash_attention
@@ -26,34 +28,6 @@ from swift_megatron_grpo.settings.trained import Trained
 from swift_megatron_grpo.weights.load.quantization import check_quantization
 from swift_megatron_grpo.weights.stored_tensors import stored_tensors
 
-# model_type of config.json; all have images and videos
-COMPOSITE = (
-    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "internvl",
-)  # fmt: skip
-INTERNVL_LANGUAGES = ("qwen2", "qwen3", "qwen3_moe")
-_CODE_IN_CHECKPOINT = "its code is part of the checkpoint (trust_remote_code), so no test can make a small one"
-_HYBRID = "its language model is not a GPTModel of mcore-bridge, whose output layer this trainer replaces"
-_UNTESTED = "no test has compared it with plain transformers yet"
-# Types that mcore-bridge 1.6.5 converts, and the reason why this trainer refuses them; it converts deepseek_v41 with a
-# newer megatron-core only.
-REFUSED_COMPOSITE: Mapping[str, str] = {
-    "deepseek_v41": _HYBRID,
-    "gemma4": "it passes per-layer inputs between pipeline stages, and its text needs token types",
-    "gemma4_unified": "it passes per-layer inputs between pipeline stages, and its text needs token types",
-    "glm5_next": _HYBRID,
-    "internvl_chat": _CODE_IN_CHECKPOINT,
-    "kimi_k25": _CODE_IN_CHECKPOINT,
-    "kimi_vl": _CODE_IN_CHECKPOINT,
-    "llama4": "its chunked attention has not been compared with plain transformers yet",
-    "llava_onevision1_5": _CODE_IN_CHECKPOINT,
-    "minicpmv4_6": _UNTESTED,
-    "muse_glimmer": _UNTESTED,
-    "ovis2_5": _CODE_IN_CHECKPOINT,
-    "qwen2_5_omni": "it has audio and speech parts, which no test covers yet",
-    "qwen3_asr": "it transcribes audio, and rows with audio are not trained",
-    "qwen3_omni_moe": "it has audio and speech parts, which no test covers yet",
-    "qwen4_exp": "its hyper connections and n-gram tables are not supported yet",
-}
 _SEEING = ("vis", "multi_modal_projector")  # how names begin in the image part of a checkpoint
 
 
@@ -66,9 +40,11 @@ def faults_of_model(args: DerivedArguments) -> Faults:
 
 def _check_architecture(args: DerivedArguments) -> None:
     config = args.model_config
+    check_type(args.model, config, args.model_meta.is_multimodal)
     on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
     check_kernels(args.model, config, on_hopper)
     check_attention_layers(args.model, config)
+    check_sinks(args.model, config, as_typed(args.attention_backend))
     if torch.cuda.is_available():
         check_flash_attention(as_typed(args.attention_backend), args.context_parallel_size, has_flash_attention())
     check_stacked_experts(args.model, args.model_dir, config)
@@ -86,22 +62,34 @@ def check_modules(folder: str | Path, config: Mapping[str, Any], has_experts: bo
         raise_faults(trained.faults_of_modules([*module_paths(language_config(config), has_experts), *seeing]))
 
 
-def check_composite(model: str, config: Mapping[str, Any], frozen: tuple[bool, bool, bool]) -> None:
-    """Refuse a composite model that no test has trained. `frozen`: --freeze_llm, --freeze_vit, --freeze_aligner."""
-    model_type = config["model_type"]
-    if model_type not in COMPOSITE:
+def check_type(model: str, config: Mapping[str, Any], is_multimodal: bool) -> None:
+    """Refuse a type that no test has trained, by name."""
+    model_type = config.get("model_type", "")
+    if is_multimodal and model_type not in COMPOSITE:
         reason = REFUSED_COMPOSITE.get(model_type, "mcore-bridge 1.6.5 does not convert this type")
         raise ValueError(
             f"--model {model}: {model_type} is a model with an image, video or audio part that is not supported: "
             f"{reason}; use a text model, or a model of one of the types {', '.join(COMPOSITE)}, or {STOCK_TRAINER}"
         )
+    if not is_multimodal and model_type in REFUSED_TEXT:
+        raise ValueError(
+            f"--model {model}: {model_type} is not supported: {REFUSED_TEXT[model_type]}; use a model of one of the "
+            f"types {', '.join(TEXT)}"
+        )
+
+
+def check_composite(model: str, config: Mapping[str, Any], frozen: tuple[bool, bool, bool]) -> None:
+    """Refuse a composite model with nothing to train, or with another language model than a test has trained.
+
+    `frozen`: --freeze_llm, --freeze_vit, --freeze_aligner.
+    """
     if all(frozen):
         raise ValueError(
             "--freeze_llm true, --freeze_vit true and --freeze_aligner true leave nothing to train; set one of them to "
             "false"
         )
     kind = language_config(config)["model_type"]
-    if model_type == "internvl" and kind not in INTERNVL_LANGUAGES:
+    if config["model_type"] == "internvl" and kind not in INTERNVL_LANGUAGES:
         raise ValueError(
             f"--model {model}: it is an internvl with a language model of type {kind}, which no test has compared with "
             f"plain transformers yet; use one with {', '.join(INTERNVL_LANGUAGES)}, or {STOCK_TRAINER}"
@@ -128,6 +116,15 @@ def check_flash_attention(backend: str, cp_size: int, has_flash_attention: bool)
         raise ValueError(
             f"--context_parallel_size {cp_size} with --attention_backend flash needs flash-attn, which is not "
             "installed: torch's own kernel has no ring attention; install flash-attn, or use --attention_backend fused"
+        )
+
+
+def check_sinks(model: str, config: Mapping[str, Any], backend: str) -> None:
+    """Raise ValueError if flash attention would have to compute attention sinks, which Transformer Engine refuses."""
+    if language_config(config).get("model_type") == "gpt_oss" and backend.startswith("flash"):
+        raise ValueError(
+            f"--attention_backend {backend}: --model {model} is a gpt_oss, whose attention sinks flash attention does "
+            "not have; use --attention_backend unfused"
         )
 
 

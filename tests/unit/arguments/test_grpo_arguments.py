@@ -12,7 +12,7 @@ from swift.model import MODEL_MAPPING
 from swift.rewards import orms
 
 from swift_megatron_grpo.arguments.environment import check_reward_functions, check_weights, create_reward_functions
-from swift_megatron_grpo.arguments.models import REFUSED_COMPOSITE
+from swift_megatron_grpo.arguments.model_types import REFUSED_COMPOSITE, REFUSED_TEXT
 from swift_megatron_grpo.arguments.refused import NOT_YET
 from tests.forking.client import run_code
 from tests.unit.model_config import QWEN3
@@ -467,3 +467,12 @@ def test_a_composite_type_without_a_test_is_refused_before_a_model_loads(
     message = refuse(typed, model_type=model_type, template=template)
     assert f"{model_type} is a model with an image, video or audio part that is not supported: " in message
     assert REFUSED_COMPOSITE[model_type] in message
+
+
+@pytest.mark.parametrize("model_type", sorted({*REFUSED_TEXT} & {*MODEL_MAPPING}))
+def test_a_text_type_without_a_test_is_refused_before_loading(
+    model_type: str, typed: dict[str, Any], model: Path
+) -> None:
+    (model / "config.json").write_text(json.dumps(QWEN3 | {"model_type": model_type}))
+    message = refuse(typed, model_type=model_type, template=MODEL_MAPPING[model_type].template or "qwen3")
+    assert f"{model_type} is not supported: {REFUSED_TEXT[model_type]}; use a model of one of the types" in message

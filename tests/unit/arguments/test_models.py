@@ -5,18 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from mcore_bridge.config.parser import hf_to_mcore_config
 from mcore_bridge.model.constant import MLLMModelType
-from mcore_bridge.model.register import MODEL_MAPPING
+from mcore_bridge.model.register import MODEL_MAPPING, get_mcore_model_type
+from transformers import AutoConfig
 
-from swift_megatron_grpo.arguments.models import (
+from swift_megatron_grpo.arguments.model_types import (
+    COMPARED,
     COMPOSITE,
     INTERNVL_LANGUAGES,
+    READ_AS,
     REFUSED_COMPOSITE,
+    REFUSED_TEXT,
+    TEXT,
+)
+from swift_megatron_grpo.arguments.models import (
     check_attention_layers,
     check_composite,
     check_flash_attention,
     check_kernels,
+    check_sinks,
+    check_type,
 )
+from swift_megatron_grpo.cli.tiny_models import TEXT_CONFIGS, TINY
 from swift_megatron_grpo.platforms.attention_packages import fault_of_delta_rule
 
 FROZEN = (False, True, True)
@@ -29,8 +40,27 @@ def test_every_type_of_mcore_bridge_is_supported_or_refused_with_a_reason() -> N
     assert converted | {"deepseek_v41"} == {*COMPOSITE, *REFUSED_COMPOSITE}
     names = {name for key, name in vars(MLLMModelType).items() if not key.startswith("_")}
     assert names - {"deepseek_v41"} == {name for name, meta in MODEL_MAPPING.items() if meta.is_multimodal}
-    assert all(reason and not reason.endswith(".") for reason in REFUSED_COMPOSITE.values())
+    assert all(reason and not reason.endswith(".") for reason in [*REFUSED_COMPOSITE.values(), *REFUSED_TEXT.values()])
     assert not {*COMPOSITE} & {*REFUSED_COMPOSITE}
+    text = [name for meta in MODEL_MAPPING.values() if not meta.is_multimodal for name in meta.model_types]
+    assert {*text, "nemotron_h"} == {*TEXT, *COMPARED, *READ_AS, *REFUSED_TEXT}  # nemotron_h: as deepseek_v41
+    assert not {*TEXT, *COMPARED, *READ_AS} & {*REFUSED_TEXT}
+
+
+@pytest.mark.parametrize(("model_type", "base"), READ_AS.items())
+def test_a_type_read_as_another_gets_the_same_model(model_type: str, base: str) -> None:
+    config = AutoConfig.for_model(base, **TEXT_CONFIGS[base](TINY))
+    expected = hf_to_mcore_config(config)
+    config.model_type = model_type
+    own = hf_to_mcore_config(config)
+    same = own.keys() - {"hf_config", "hf_model_type", "llm_model_type"}
+    assert own.keys() == expected.keys() and all(own[name] == expected[name] for name in same)
+    assert get_mcore_model_type(model_type) == get_mcore_model_type(base) == "gpt"
+
+
+@pytest.mark.parametrize("model_type", [*COMPOSITE, *TEXT, *COMPARED, *READ_AS])
+def test_a_type_that_was_compared_is_accepted(model_type: str) -> None:
+    check_type("m", {"model_type": model_type}, model_type in COMPOSITE)
 
 
 @pytest.mark.parametrize("model_type", COMPOSITE)
@@ -41,7 +71,23 @@ def test_text_of_a_supported_type_is_trained_with_frozen_towers(model_type: str)
 @pytest.mark.parametrize("model_type", [*REFUSED_COMPOSITE, "mystery_vl"])
 def test_another_type_is_refused_by_name(model_type: str) -> None:
     with pytest.raises(ValueError, match=f"{model_type} is a model with an image.*: .*use a text model.*qwen3_5"):
-        check_composite("m", {"model_type": model_type}, FROZEN)
+        check_type("m", {"model_type": model_type}, is_multimodal=True)
+
+
+@pytest.mark.parametrize("model_type", REFUSED_TEXT)
+def test_another_text_type_is_refused_with_what_is_missing(model_type: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        check_type("m", {"model_type": model_type}, is_multimodal=False)
+    assert str(caught.value).startswith(f"--model m: {model_type} is not supported: {REFUSED_TEXT[model_type]}; use a ")
+
+
+@pytest.mark.parametrize("backend", ["flash", "flash_2", "flash_3", "flash_4"])
+def test_attention_sinks_are_refused_with_flash_attention(backend: str) -> None:
+    check_sinks("m", {"model_type": "qwen3"}, backend)
+    for other in ("unfused", "fused", "auto"):
+        check_sinks("m", {"model_type": "gpt_oss"}, other)
+    with pytest.raises(ValueError, match=f"--attention_backend {backend}: .* use --attention_backend unfused"):
+        check_sinks("m", {"model_type": "gpt_oss"}, backend)
 
 
 def test_an_internvl_needs_a_language_model_with_which_it_was_compared() -> None:

@@ -38,6 +38,11 @@ def test_the_page_of_limitations_is_that_of_the_code() -> None:
     assert page() == write_support_table.PAGE.read_text(), "run scripts/fix"
 
 
+def test_the_table_of_types_is_that_of_the_code() -> None:
+    page = write_support_table.MODELS.read_text()
+    assert write_support_table.with_types(page) == page, "run scripts/fix"
+
+
 def test_the_numbers_of_the_structure_are_those_of_the_code() -> None:
     """Sizes may differ by a tenth, so that not every change has to write them."""
     page, now = write_structure_table.PAGE.read_text(), write_structure_table.sizes()
