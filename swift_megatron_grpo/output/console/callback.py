@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,12 +64,13 @@ def peak_tflops(ranks: int) -> float | None:
 
 
 def stall_watch(folder: Path, steps_done: int) -> StallWatch:
-    """Continue with the log of a run that resumes in its folder."""
+    """Continue with the log of a run that resumes in its folder, which may have steps after the checkpoint."""
     try:
-        earlier = read_run(folder).training.values if steps_done > 0 else {}
-    except NoRun:  # it resumes in another folder
-        earlier = {}
-    return StallWatch(earlier)
+        log = read_run(folder).training
+    except NoRun:
+        return StallWatch({})
+    rows = bisect_right(log.steps, steps_done)
+    return StallWatch({name: values[:rows] for name, values in log.values.items()})
 
 
 class RunConsole(MegatronCallback):
