@@ -10,6 +10,8 @@ bench_server.py             generation behind a rollout server and in the traini
 bench_generation.py         generation with other settings of vLLM: quantized weights, prefix caching, cascade
 bench_switches.py           time between training and generation: offload, wake-up, weight sync
 long_run.py                 thousands of steps of a small released model in one run: what drifts
+learn.py                    the same task in four trainers: reward, held-out accuracy and seconds over steps
+learn_chain.sh              all runs of learn.py in one session on GPUs
 gpu_tests.py                tests of tests/gpu, with a record of what ran where
 random_routers.py           loads of experts whose routers have random weights
 train_every_algorithm.py    reward before and after training with every loss and advantage estimator

@@ -9,6 +9,7 @@ stock_server.py starts ms-swift's rollout server where tilelang is installed
 free_gpus.py    refuses a GPU whose memory is in use
 processes.py    starts `megatron rlhf` for each trainer and setting, and collects what was measured
 instrument/     external plugin inside those processes: timers, fixed completions, fixed lengths
+learning/       implementation of benchmarks/learn.py
 results.py      the JSON file of a run, and the numbers derived from it
 planned.py      the memory plan of a measured process, for the tests that compare both
 page.py         docs/performance.md, and all files that a report writes

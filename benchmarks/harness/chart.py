@@ -29,8 +29,12 @@ def draw(runs: Sequence[Run]) -> str:
     rows = [comparison for run in runs for comparison in run.comparisons()]
     pair = 3 * LINE + GAP
     body = [_legend(), *(_pair(row, TOP + i * pair) for i, row in enumerate(rows))]
-    size = f'width="{LABELS + WIDTH + 90}" height="{TOP + len(rows) * pair}"'
-    start = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
+    return document(f'width="{LABELS + WIDTH + 90}" height="{TOP + len(rows) * pair}"', 11, body)
+
+
+def document(size: str, font: int, body: Sequence[str]) -> str:
+    """Return a whole SVG with a white background; `size` is its viewBox, or its width and height."""
+    start = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="{font}">'
     return "\n".join([start, '<rect width="100%" height="100%" fill="white"/>', *body, "</svg>\n"])
 
 
@@ -98,7 +102,6 @@ def draw_headlines(runs: Sequence[Run]) -> str:
     ]
     longest = max((max(pair.ours.median, pair.other.median) for _, pair in pairs), default=1.0)
     size = f'viewBox="0 0 {NAME_WIDTH + BAR_WIDTH + 70} {HEAD + len(pairs) * GROUP}"'
-    start = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="13">'
     body = [_legend_of_parts()]
     for i, (title, pair) in enumerate(pairs):
         y = HEAD + i * GROUP
@@ -106,7 +109,7 @@ def draw_headlines(runs: Sequence[Run]) -> str:
         body.append(f'<text x="{NAME_WIDTH}" y="{y + 14}" font-weight="bold">{heading}</text>')
         scale = BAR_WIDTH / longest
         body += [_parts_bar(pair.other, y + 20, scale), _parts_bar(pair.ours, y + 22 + BAR, scale)]
-    return "\n".join([start, '<rect width="100%" height="100%" fill="white"/>', *body, "</svg>\n"])
+    return document(size, 13, body)
 
 
 def _legend_of_parts() -> str:

@@ -1,0 +1,60 @@
+"""docs/learning.svg: the reward over steps and over seconds, as a line of means in a band of seeds. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from benchmarks.harness.chart import COLOURS, document
+from benchmarks.harness.results import ARMS, NAMES
+
+from .bands import Point
+
+COLOUR_OF = dict(zip(ARMS, (COLOURS[name] for name in ("generation", "switch", "forward_backward", "logprobs")),
+                     strict=True))  # fmt: skip
+PLOT, HEIGHT, LEFT, TOP, GAP = 360, 240, 46, 40, 60
+TICKS = 4
+
+
+def draw(bands: Mapping[str, Sequence[Point]]) -> str:
+    shown = {arm: points for arm, points in bands.items() if points}
+    top = max(point.high for points in shown.values() for point in points) or 1.0
+    panels = [
+        _panel(shown, lambda point: point.step, "step", LEFT, top),
+        _panel(shown, lambda point: point.seconds, "seconds", LEFT + PLOT + GAP, top),
+    ]
+    size = f'viewBox="0 0 {LEFT + 2 * PLOT + GAP + 20} {TOP + HEIGHT + 46}"'
+    return document(size, 13, [_legend(list(shown)), *panels])
+
+
+def _legend(arms: Sequence[str]) -> str:
+    elements, x = [], LEFT
+    for arm in arms:
+        elements.append(f'<rect x="{x}" y="10" width="12" height="12" fill="{COLOUR_OF[arm]}"/>')
+        elements.append(f'<text x="{x + 17}" y="21">{NAMES[arm]}</text>')
+        x += 42 + 8 * len(NAMES[arm])
+    return "\n".join(elements)
+
+
+def _panel(
+    bands: Mapping[str, Sequence[Point]], of: Callable[[Point], float], title: str, left: int, top: float
+) -> str:
+    last = max(of(point) for points in bands.values() for point in points)
+    bottom = TOP + HEIGHT
+
+    def place(point: Point, value: float) -> str:
+        return f"{left + of(point) / last * PLOT:.1f},{bottom - value / top * HEIGHT:.1f}"
+
+    elements = [f'<text x="{left + PLOT / 2:.0f}" y="{bottom + 38}" text-anchor="middle">{title}</text>']
+    for tick in range(TICKS + 1):
+        x, y = left + tick * PLOT / TICKS, bottom - tick * HEIGHT / TICKS
+        elements += [
+            f'<line x1="{left}" y1="{y:.1f}" x2="{left + PLOT}" y2="{y:.1f}" stroke="#ddd"/>',
+            f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{top * tick / TICKS:.2f}</text>',
+            f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{last * tick / TICKS:.0f}</text>',
+        ]
+    for arm, points in bands.items():
+        edge = [*(place(point, point.low) for point in points), *(place(point, point.high) for point in points[::-1])]
+        line = " ".join(place(point, point.mean) for point in points)
+        elements.append(f'<polygon points="{" ".join(edge)}" fill="{COLOUR_OF[arm]}" fill-opacity="0.2"/>')
+        elements.append(f'<polyline points="{line}" fill="none" stroke="{COLOUR_OF[arm]}" stroke-width="2"/>')
+    return "\n".join(elements)

@@ -1,0 +1,73 @@
+"""Train with TRL's GRPOTrainer: `python -m benchmarks.harness.learning.trl_arm FLAG...`, started by learn.py.
+
+The flags are those of TRL's GRPOConfig and ModelConfig, and those of Arguments. Nothing that TRL computes is changed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.harness.learning.prompts import read_rows
+from swift_megatron_grpo.platforms import cpu
+
+
+@dataclass
+class Arguments:
+    rows: str = field(metadata={"help": "train.jsonl"})
+    enforce_eager: bool = field(default=False, metadata={"help": "vLLM without CUDA graphs and compilation"})
+
+
+def train() -> None:
+    import trl.generation.vllm_generation as generation
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser
+    from vllm import LLM
+
+    from templates.plugins.reasoning_task import score
+
+    config, model, arguments = TrlParser((GRPOConfig, ModelConfig, Arguments)).parse_args_and_config()
+    if arguments.enforce_eager:
+        vars(generation)["LLM"] = partial(LLM, enforce_eager=True)
+    config.model_init_kwargs = {"dtype": model.dtype}
+    output = Path(config.output_dir)
+
+    class Log(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, *_: Any, **columns: Any) -> None:
+            if state.global_step == 0:
+                self.began = time.monotonic()
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **columns: Any) -> None:
+            if "reward" in logs:
+                row = {"reward": logs["reward"], "learning_rate": logs["learning_rate"],
+                       "completions/mean_length": logs["completions/mean_length"],
+                       "seconds": time.monotonic() - self.began}  # fmt: skip
+                with (output / "steps.jsonl").open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+
+    def reasoning_task(completions: list[list[dict[str, str]]], problem: list[str], **columns: Any) -> list[float]:
+        return [score(turns[0]["content"], json.loads(row)) for turns, row in zip(completions, problem, strict=True)]
+
+    rows = [{"prompt": row["messages"], "problem": row["problem"]} for row in read_rows(Path(arguments.rows))]
+    trainer = GRPOTrainer(
+        model=model.model_name_or_path,
+        reward_funcs=reasoning_task,
+        args=config,
+        train_dataset=Dataset.from_list(rows),
+        callbacks=[Log()],
+    )
+    trainer.train()
+    trainer.save_model(str(output / "final"))
+
+
+if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        cpu.activate()
+    train()
