@@ -54,5 +54,5 @@ Path(sys.argv[2], f"{rank}.txt").write_text(outcome)
     ],
 )
 def test_every_rank_gets_all_values_or_the_error(tmp_path: Path, work: str, first: str, second: str) -> None:
-    run_code("torch", PROGRAM, work, str(tmp_path), ranks=2)
+    run_code("upstream", PROGRAM, work, str(tmp_path), ranks=2)
     assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == [first, second]
