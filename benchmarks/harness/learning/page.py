@@ -38,8 +38,8 @@ METHOD = f"""\
   make the same tokens. TRL and verl use the model's own. `python -m benchmarks.learn data` checks every row.
 * Accuracy: one program measures the checkpoints of all trainers, with vLLM, greedily, on the 256 held-out problems. It
   counts completions with the full score. Tokenizer and template are those of the model before training.
-* Learning rate and group size were set before, in a trial on sums of two to four numbers, and not after a run of this
-  page.
+* Learning rate and group size were set before any run of this page, and not searched: they are those of an earlier run
+  on other sums.
 * Seconds: from the beginning of the first step, without start and saving. *A step* is the median without the first.
 """
 DIFFERENCES = """\

@@ -21,7 +21,7 @@ ENGINE = ("--vllm_gpu_memory_utilization", "0.3", "--sleep_level", "0")  # vLLM 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that all trainers share; learning rate and group size were chosen on another mix of sums."""
+    """Settings that all trainers share; learning rate and group size are those of an earlier run on other sums."""
 
     steps: int = 300
     prompts: int = 32  # of a step
