@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train with every trainer and seed of benchmarks/learn.py, one run at a time on each GPU. Runs whose result exists are
+# Train with every trainer and seed of benchmarks/learn.py, one run at a time on each GPU. Runs that were scored are
 # left out, and none starts that is unlikely to end in time, so that several short sessions share the work.
 #   benchmarks/learn_chain.sh MODEL WORK OUT SECONDS [FLAG...]
 # MODEL: folder of SmolLM2; WORK: data and logs; OUT: results, and those of earlier sessions; FLAG: of `learn run`.
@@ -18,13 +18,13 @@ learn=("${PYTHON:-python3}" -m benchmarks.learn)
 
 [ -e "$work/held_out.jsonl" ] || "${learn[@]}" data --model "$model" --work "$work"
 
-# Print and remove the first item that has no result and can end in time.
+# Print and remove the first item that was not scored yet and can end in time.
 next() {
     local arm seed seconds
     exec 9> "$queue.lock"
     flock 9
     while IFS=: read -r arm seed seconds; do
-        if [ ! -e "$out/learn-$arm-$seed.json" ] && [ $((SECONDS + seconds)) -lt "$end" ]; then
+        if ! grep -qs '"after": {' "$out/learn-$arm-$seed.json" && [ $((SECONDS + seconds)) -lt "$end" ]; then
             sed -i "/^$arm:$seed:/d" "$queue"
             echo "$arm $seed"
             return

@@ -74,7 +74,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = [item for item in kept if item.path not in slow or _stage(item) not in ("unit", "contract")]
     if config.getoption("--short"):
         kept = _some_cases([item for item in kept if not item.get_closest_marker("thorough")])
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    chosen = set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = kept
 
 

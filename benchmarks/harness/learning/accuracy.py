@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ def main() -> None:
     if not torch.cuda.is_available():
         cpu.activate()
     texts, rows = generate(args), read_rows(args.rows)
-    args.json.write_text(json.dumps(result_of(texts, rows)) + "\n")
+    whole = args.json.with_suffix(f".{os.getpid()}")  # another GPU's run may measure or read the same model
+    whole.write_text(json.dumps(result_of(texts, rows)) + "\n")
+    whole.rename(args.json)
 
 
 def generate(args: argparse.Namespace) -> list[str]:

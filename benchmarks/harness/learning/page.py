@@ -24,8 +24,8 @@ INTRODUCTION = f"""\
 
 <!-- Written by `python -m benchmarks.learn report` from {FILES}. A test compares it. -->
 
-SmolLM2-135M-Instruct learns sums with four trainers: this package, ms-swift's own Megatron trainer, TRL and verl.
-Model, prompts, rewards, batch and optimizer are the same, and each trainer runs with seeds 1, 2 and 3.
+This page compares four trainers on one task, sums for SmolLM2-135M-Instruct: this package, ms-swift's own Megatron
+trainer, TRL and verl. Model, prompts, rewards, batch and optimizer are the same; each trainer has seeds 1, 2 and 3.
 """
 METHOD = f"""\
 ## Task and accuracy
@@ -49,7 +49,8 @@ DIFFERENCES = """\
   fp32 weights and compute in bf16.
 * Micro batches: this package packs by tokens, ms-swift trains 32 completions at a time, TRL all of them, verl packs.
 * Weight decay is 0, because trainers differ in the parameters that they exempt.
-* Order of the prompts: each trainer shuffles in its own way, from the seed.
+* Seeds: each trainer shuffles prompts in its own way. verl gets the seed for its data alone, and TRL does not pass it
+  to vLLM.
 * TRL's correction for the difference between vLLM and the trainer is off, because the other trainers have none by
   default.
 * The authors of TRL and verl have not reviewed these settings.
