@@ -24,7 +24,7 @@ class Figure:
 
 FIGURES = {
     "host memory": Figure("GiB", 0.02),
-    "anonymous host memory": Figure("GiB"),
+    "files in memory": Figure("GiB"),
     "GPU memory": Figure("GiB", 0.02),
     "allocated by torch": Figure("GiB", 0.02),
     "reserved by torch": Figure("GiB", 0.02),
