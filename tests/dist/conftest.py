@@ -119,6 +119,11 @@ class Ranks:
                 self._crews.pop(ranks).end()
         assert self._failures[name] is None, f"{name} on {ranks} ranks: {self._failures[name]}"
 
+    def run_each(self, name: str, tasks: Mapping[int, Sequence[Task]]) -> None:
+        """Run the tasks of each number of ranks."""
+        for ranks, of_ranks in tasks.items():
+            self.run(f"{name}-{ranks}", ranks, of_ranks)
+
     def end(self) -> None:
         """End all ranks; the next job starts others."""
         while self._crews:
@@ -166,8 +171,7 @@ class Ranks:
             tasks.setdefault(Variant.parse(name).ranks, []).append(
                 task("tests.programs.dist.shared_runs:run_layout", **arguments)
             )
-        for ranks, of_ranks in tasks.items():
-            self.run(f"shared-{kind}-{tuner}-{ranks}", ranks, of_ranks)
+        self.run_each(f"shared-{kind}-{tuner}", tasks)
         return folder
 
     def all_layouts(self, name: str, layouts: Mapping[tuple[str, str], Sequence[str]]) -> None:
@@ -178,8 +182,7 @@ class Ranks:
             for layout in ("one", *names):
                 tasks.setdefault(Variant.parse(layout).ranks, []).append(self.layout_task(kind, tuner, layout))
                 self._failures[f"{kind}-{tuner}-{layout}"] = None  # runs in the job below
-        for ranks, of_ranks in tasks.items():
-            self.run(f"{name}-{ranks}", ranks, of_ranks)
+        self.run_each(name, tasks)
 
     def layout_task(self, kind: str, tuner: str, name: str) -> Task:
         folder = str(self.folder / f"{kind}-{tuner}")
@@ -216,8 +219,8 @@ class Ranks:
             self._failures[f"{kind}-descent"] = None  # runs in the job below
         self.run(name, 1, tasks)
 
-    def image_layouts(self, layouts: Mapping[tuple[str, str], Sequence[str]]) -> None:
-        """Run layouts, one rank and one step of gradient descent on samples with images, everything trained."""
+    def image_layouts(self, layouts: Mapping[tuple[str, str], Sequence[str]], descents: Sequence[str]) -> None:
+        """Run layouts and one rank on samples with images, everything trained, and of some kinds a step of descent."""
         tasks: dict[int, list[Task]] = {}
         for (kind, tuner), names in layouts.items():
             folder = self.folder / f"{kind}-{tuner}-images"
@@ -228,16 +231,15 @@ class Ranks:
                 make = "swift_megatron_grpo.cli.check_layouts.ranks:make_adapter"
                 tasks.setdefault(1, []).append(task(make, flags=flags, adapter=adapter))
                 flags = [*flags, "--adapters", adapter]
-            for layout in ("one", *names):
+            for layout in ("one", *names) if names else ():
                 arguments = {"name": layout, "flags": flags, "batches": _BATCHES, "folder": str(folder)}
                 tasks.setdefault(Variant.parse(layout).ranks, []).append(task(_RUN_IMAGES, **arguments))
-            if tuner == "full":
+            if tuner == "full" and kind in descents:
                 arguments = {"flags": [*flags, *DESCENT], "batches": ["given"], "folder": str(folder / "descent")}
-                tasks[1].append(task(_RUN_IMAGES, name="one", **arguments))
-        for ranks, of_ranks in tasks.items():
-            self.run(f"images-{ranks}", ranks, of_ranks)
+                tasks.setdefault(1, []).append(task(_RUN_IMAGES, name="one", **arguments))
+        self.run_each("images", tasks)
 
-    def routing_layouts(self, layouts: Sequence[str], tuner: str = "full") -> Path:
+    def routing_layouts(self, layouts: Sequence[str], tuner: str) -> Path:
         """Run layouts on samples with a given routing; return the folder. An adapter is on the routers, too."""
         folder = self.folder / f"routing-{tuner}"
         folder.mkdir()
@@ -251,8 +253,7 @@ class Ranks:
         for name in layouts:
             run = task("tests.programs.dist.routing_runs:run_layout", name=name, flags=flags, folder=str(folder))
             tasks.setdefault(Variant.parse(name).ranks, []).append(run)
-        for ranks, of_ranks in tasks.items():
-            self.run(f"routing-{tuner}-{ranks}", ranks, of_ranks)
+        self.run_each(f"routing-{tuner}", tasks)
         return folder
 
     def losses(self, layout: str) -> dict[str, Any]:
@@ -276,6 +277,21 @@ class Ranks:
         """Run a function of tests/programs/dist and save its reports under `name`."""
         out = str(self.folder / name)
         self.run(name, ranks, [task(f"tests.programs.dist.{function}", out=out, flags=list(flags), **more)])
+
+
+def selected(request: pytest.FixtureRequest, *names: str) -> list[Any]:
+    """Return the cases of the file's selected tests with exactly these parameters, so that a fixture runs no others."""
+    of_file = [item for item in request.session.items if item.path == request.path and "[" in item.name]
+    cases = [item.callspec.params for item in of_file if isinstance(item, pytest.Function)]
+    return list(dict.fromkeys(tuple(case[name] for name in names) for case in cases if case.keys() == set(names)))
+
+
+def selected_layouts(request: pytest.FixtureRequest) -> dict[tuple[str, str], list[str]]:
+    """Return the selected layouts by kind of model and tuner."""
+    layouts: dict[tuple[str, str], list[str]] = {}
+    for kind, tuner, layout in selected(request, "kind", "tuner", "layout"):
+        layouts.setdefault((kind, tuner), []).append(layout)
+    return layouts
 
 
 @pytest.fixture(scope="session")

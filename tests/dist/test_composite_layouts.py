@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from swift_megatron_grpo.cli.check_layouts.command import compare
-from tests.dist.conftest import LEARNING_RATE, Ranks
+from tests.dist.conftest import LEARNING_RATE, Ranks, selected, selected_layouts
 from tests.dist.test_gradients import torch_weights
 from tests.forking.client import run_script
 from tests.paths import PROGRAMS
@@ -34,8 +34,8 @@ CASES = [(kind, tuner, layout) for (kind, tuner), layouts in LAYOUTS.items() for
 
 
 @pytest.fixture(scope="module")
-def finished(ranks: Ranks) -> Ranks:
-    ranks.all_layouts("composite", LAYOUTS)
+def finished(ranks: Ranks, request: pytest.FixtureRequest) -> Ranks:
+    ranks.all_layouts("composite", selected_layouts(request))
     return ranks
 
 
@@ -46,8 +46,8 @@ def test_a_layout_matches_one_rank(finished: Ranks, kind: str, tuner: str, layou
 
 
 @pytest.fixture(scope="module")
-def descended(ranks: Ranks) -> Ranks:
-    ranks.descents("composite descents", KINDS)
+def descended(ranks: Ranks, request: pytest.FixtureRequest) -> Ranks:
+    ranks.descents("composite descents", [kind for (kind,) in selected(request, "kind")])
     return ranks
 
 

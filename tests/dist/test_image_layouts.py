@@ -15,7 +15,7 @@ import torch
 
 from swift_megatron_grpo.cli.check_layouts.command import compare
 from swift_megatron_grpo.cli.check_layouts.layouts import task
-from tests.dist.conftest import EVERYTHING, LEARNING_RATE, Ranks
+from tests.dist.conftest import EVERYTHING, LEARNING_RATE, Ranks, selected, selected_layouts
 from tests.dist.test_gradients import torch_weights
 from tests.forking.client import run_script
 from tests.paths import PROGRAMS
@@ -58,8 +58,11 @@ def bound(kind: str, between_layouts: bool = False) -> float:
 
 
 @pytest.fixture(scope="module")
-def finished(ranks: Ranks) -> Ranks:
-    ranks.image_layouts(LAYOUTS)
+def finished(ranks: Ranks, request: pytest.FixtureRequest) -> Ranks:
+    chosen = selected_layouts(request)
+    descents = [kind for (kind,) in selected(request, "kind")]
+    ordered = [which for which in LAYOUTS if which in chosen or which in [(kind, "full") for kind in descents]]
+    ranks.image_layouts({which: chosen.get(which, []) for which in ordered}, descents)
     return ranks
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from swift_megatron_grpo.cli.check_layouts.command import compare
 from swift_megatron_grpo.cli.check_layouts.layouts import task
-from tests.dist.conftest import LAYOUTS, RUN_LAYOUT, TUNERS, Ranks
+from tests.dist.conftest import LAYOUTS, RUN_LAYOUT, TUNERS, Ranks, selected_layouts
 
 pytestmark = pytest.mark.dist
 CASES = [(kind, tuner, layout) for (kind, tuner), layouts in LAYOUTS.items() for layout in layouts]
@@ -18,12 +18,7 @@ CASES = [(kind, tuner, layout) for (kind, tuner), layouts in LAYOUTS.items() for
 @pytest.fixture(scope="module")
 def finished(ranks: Ranks, request: pytest.FixtureRequest) -> Ranks:
     """Run the selected layouts, all of one number of ranks in the same processes: starting them takes as long again."""
-    selected: dict[tuple[str, str], list[str]] = {}
-    for item in request.session.items:
-        if isinstance(item, pytest.Function) and item.function is test_a_layout_matches_one_rank:
-            kind, tuner, layout = (item.callspec.params[name] for name in ("kind", "tuner", "layout"))
-            selected.setdefault((kind, tuner), []).append(layout)
-    ranks.all_layouts("layouts", selected)
+    ranks.all_layouts("layouts", selected_layouts(request))
     return ranks
 
 

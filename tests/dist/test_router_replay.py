@@ -11,7 +11,7 @@ import torch
 
 from swift_megatron_grpo.cli.check_layouts.command import compare
 from swift_megatron_grpo.cli.check_layouts.layouts import Variant
-from tests.dist.conftest import Ranks
+from tests.dist.conftest import Ranks, selected
 
 pytestmark = pytest.mark.dist
 LAYOUTS = {
@@ -24,19 +24,16 @@ WITH_ONE = [(tuner, layout) for tuner, layouts in LAYOUTS.items() for layout in 
 
 
 @pytest.fixture(scope="module")
-def full(ranks: Ranks) -> Path:
-    return ranks.routing_layouts(["one", *LAYOUTS["full"]])
-
-
-@pytest.fixture(scope="module")
-def lora(ranks: Ranks) -> Path:
-    return ranks.routing_layouts(["one", *LAYOUTS["lora"]], "lora")
+def folders(ranks: Ranks, request: pytest.FixtureRequest) -> dict[str, Path]:
+    """Run the selected layouts, and one rank, of each tuner."""
+    cases = selected(request, "tuner", "layout")
+    chosen = {tuner: [layout for of, layout in cases if of == tuner and layout != "one"] for tuner, _ in cases}
+    return {tuner: ranks.routing_layouts(["one", *layouts], tuner) for tuner, layouts in chosen.items()}
 
 
 @pytest.fixture
-def folder(request: pytest.FixtureRequest, tuner: str) -> Path:
-    path: Path = request.getfixturevalue(tuner)
-    return path
+def folder(folders: dict[str, Path], tuner: str) -> Path:
+    return folders[tuner]
 
 
 def recorded(folder: Path, layout: str) -> list[dict[str, Any]]:

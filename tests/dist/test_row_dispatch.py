@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.cli.check_layouts.layouts import task
-from tests.dist.conftest import Ranks
+from swift_megatron_grpo.cli.check_layouts.layouts import Task, task
+from tests.dist.conftest import Ranks, selected
 
 pytestmark = pytest.mark.dist
 EP2 = ["--expert_model_parallel_size", "2"]
@@ -35,26 +35,29 @@ LEFT_TO_MEGATRON = {
 }
 
 
-def steps(ranks: Ranks, number: int, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a step in which rows are sent once, and one with Megatron's dispatcher; all run in the same processes."""
-    tasks = [
-        task(
-            "tests.programs.dist.row_dispatch:main",
-            out=str(ranks.folder / f"rows-{case}-{once}"),
-            flags=ranks.flags("moe", tuner, "float32", flags),
-            once=once,
-            **more,
+@pytest.fixture(scope="module")
+def finished(ranks: Ranks, request: pytest.FixtureRequest) -> Ranks:
+    """Run a step of each selected case in which rows are sent once, and one with Megatron's dispatcher."""
+    tasks: dict[int, list[Task]] = {}
+    for number, name in selected(request, "number", "name"):
+        tuner, flags, more = CASES[number][name]
+        tasks.setdefault(number, []).extend(
+            task(
+                "tests.programs.dist.row_dispatch:main",
+                out=str(ranks.folder / f"rows-{name}-{once}"),
+                flags=ranks.flags("moe", tuner, "float32", flags),
+                once=once,
+                **more,
+            )
+            for once in (True, False)
         )
-        for case, (tuner, flags, more) in CASES[number].items()
-        for once in (True, False)
-    ]
-    ranks.run(f"rows-{number}", number, tasks)
-    return ranks.report(f"rows-{name}-True", 0), ranks.report(f"rows-{name}-False", 0)
+    ranks.run_each("rows", tasks)
+    return ranks
 
 
 @pytest.mark.parametrize(("number", "name"), [(number, name) for number in CASES for name in CASES[number]])
-def test_the_step_is_the_same_with_fewer_rows(ranks: Ranks, number: int, name: str) -> None:
-    once, each = steps(ranks, number, name)
+def test_the_step_is_the_same_with_fewer_rows(finished: Ranks, number: int, name: str) -> None:
+    once, each = (finished.report(f"rows-{name}-{sent_once}", 0) for sent_once in (True, False))
     assert once["dispatchers"] == ["RowDispatcher"] and each["dispatchers"] == ["MoEAlltoAllTokenDispatcher"]
     assert once["metrics"] == pytest.approx(each["metrics"], rel=1e-6, abs=1e-9)
     assert once["weights"] == pytest.approx(each["weights"], rel=1e-6, abs=1e-5)

@@ -10,7 +10,7 @@ import torch
 
 from swift_megatron_grpo.cli.check_layouts.command import compare
 from swift_megatron_grpo.cli.check_layouts.layouts import Variant
-from tests.dist.conftest import Ranks
+from tests.dist.conftest import Ranks, selected_layouts
 
 pytestmark = pytest.mark.dist
 LAYOUTS = {
@@ -24,8 +24,8 @@ CASES = [(kind, tuner, layout) for (kind, tuner), layouts in LAYOUTS.items() for
 
 
 @pytest.fixture(scope="module")
-def runs(ranks: Ranks) -> dict[tuple[str, str], Path]:
-    return {which: ranks.shared_layouts(*which, names) for which, names in LAYOUTS.items()}
+def runs(ranks: Ranks, request: pytest.FixtureRequest) -> dict[tuple[str, str], Path]:
+    return {which: ranks.shared_layouts(*which, names) for which, names in selected_layouts(request).items()}
 
 
 @pytest.mark.parametrize(("kind", "tuner", "layout"), CASES, ids=["-".join(case) for case in CASES])
@@ -53,11 +53,13 @@ def test_a_shared_prompt_is_trained_once(runs: dict[tuple[str, str], Path], kind
     assert trained < 0.95 * int((folder / "one.tokens.0").read_text())
 
 
-@pytest.mark.parametrize("layout", ["mbs4+shared", "tp2+sp+mbs4+shared"])
+@pytest.mark.parametrize(
+    ("kind", "tuner", "layout"), [("moe", "full", layout) for layout in ("mbs4+shared", "tp2+sp+mbs4+shared")]
+)
 def test_recorded_experts_of_shared_tokens_are_those_of_every_sample(
-    runs: dict[tuple[str, str], Path], layout: str
+    runs: dict[tuple[str, str], Path], kind: str, tuner: str, layout: str
 ) -> None:
-    folder = runs["moe", "full"]
+    folder = runs[kind, tuner]
     one, other = (torch.load(folder / f"{name}.rows.0.pt") for name in ("one", layout))
     assert set(one) == set(other) and len(one) == 8
     same = [(one[i].sort(-1).values == other[i].sort(-1).values).all(-1) for i in one]

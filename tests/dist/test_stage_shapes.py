@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.cli.check_layouts.layouts import Variant, task
+from swift_megatron_grpo.cli.check_layouts.layouts import Task, Variant, task
 from swift_megatron_grpo.training.stage_shapes import SENDS_END_BEFORE_MEMORY_IS_FREED
-from tests.dist.conftest import Ranks
+from tests.dist.conftest import Ranks, selected
 
 LAYOUTS = {2: ["pp2", "pp2+vpp2"], 4: ["pp4", "tp2+sp+pp2", "pp2+cp2", "pp2+vpp2+dp2+tokens64"]}
 CASES = [(ranks, layout) for ranks, layouts in LAYOUTS.items() for layout in layouts]
@@ -33,25 +33,28 @@ RUNS = {
 }
 
 
-def reports(ranks: Ranks, number: int, layout: str, run: str) -> list[dict[str, Any]]:
-    run_layouts(ranks, number)
-    return [ranks.report(f"shapes-{layout}-{run}", rank) for rank in range(number)]
-
-
-def run_layouts(ranks: Ranks, number: int) -> None:
+@pytest.fixture(scope="module")
+def finished(ranks: Ranks, request: pytest.FixtureRequest) -> Ranks:
+    """Run the selected layouts."""
     # Stages that disagree on who exchanges shapes wait for each other for ever without a timeout.
     flags = ranks.flags("dense", "full", "float32", ["--ddp_timeout", "60"])
-    tasks = [
-        task(
-            "tests.programs.dist.stage_shapes:main",
-            out=str(ranks.folder / f"shapes-{layout}-{run}"),
-            flags=[*flags, *Variant.parse(layout).flags()],
-            **asdict(RUNS[run]),
+    tasks: dict[int, list[Task]] = {}
+    for number, layout in selected(request, "number", "layout"):
+        tasks.setdefault(number, []).extend(
+            task(
+                "tests.programs.dist.stage_shapes:main",
+                out=str(ranks.folder / f"shapes-{layout}-{run}"),
+                flags=[*flags, *Variant.parse(layout).flags()],
+                **asdict(RUNS[run]),
+            )
+            for run in runs_of(number, layout)
         )
-        for layout in LAYOUTS[number]
-        for run in runs_of(number, layout)
-    ]
-    ranks.run(f"shapes-{number}", number, tasks)
+    ranks.run_each("shapes", tasks)
+    return ranks
+
+
+def reports(finished: Ranks, number: int, layout: str, run: str) -> list[dict[str, Any]]:
+    return [finished.report(f"shapes-{layout}-{run}", rank) for rank in range(number)]
 
 
 def runs_of(number: int, layout: str) -> list[str]:
@@ -68,13 +71,13 @@ def are_first(train: Sequence[bool]) -> list[bool]:
 
 
 @pytest.mark.parametrize(("number", "layout"), CASES)
-def test_shapes_are_exchanged_in_the_first_pass_alone(ranks: Ranks, number: int, layout: str) -> None:
-    check_exchanges(reports(ranks, number, layout, "right"), RUNS["right"].train, needs_exchanges(layout))
+def test_shapes_are_exchanged_in_the_first_pass_alone(finished: Ranks, number: int, layout: str) -> None:
+    check_exchanges(reports(finished, number, layout, "right"), RUNS["right"].train, needs_exchanges(layout))
 
 
 @pytest.mark.parametrize(("number", "layout"), TRAIN_FIRST)
-def test_passes_with_backward_that_come_first_are_compared_alone(ranks: Ranks, number: int, layout: str) -> None:
-    check_exchanges(reports(ranks, number, layout, "train-first"), RUNS["train-first"].train, needed=False)
+def test_passes_with_backward_that_come_first_are_compared_alone(finished: Ranks, number: int, layout: str) -> None:
+    check_exchanges(reports(finished, number, layout, "train-first"), RUNS["train-first"].train, needed=False)
 
 
 def check_exchanges(of_ranks: Sequence[dict[str, Any]], train: Sequence[bool], needed: bool) -> None:
@@ -86,17 +89,17 @@ def check_exchanges(of_ranks: Sequence[dict[str, Any]], train: Sequence[bool], n
 
 
 @pytest.mark.parametrize(("number", "layout"), CASES)
-def test_the_host_waits_for_the_gpu_in_exchanges_of_shapes_alone(ranks: Ranks, number: int, layout: str) -> None:
+def test_the_host_waits_for_the_gpu_in_exchanges_of_shapes_alone(finished: Ranks, number: int, layout: str) -> None:
     """It has no wait in later passes, unless virtual stages need that of the exchange."""
     for run in runs_of(number, layout):
-        for report in reports(ranks, number, layout, run):
+        for report in reports(finished, number, layout, run):
             assert report["waits"] == report["exchanged"]
             assert report["batch_p2p_sync"] is False
 
 
 @pytest.mark.parametrize(("number", "layout"), CASES)
-def test_a_pipeline_with_another_shape_on_one_stage_always_exchanges(ranks: Ranks, number: int, layout: str) -> None:
-    right, wrong = (reports(ranks, number, layout, run) for run in ("right", "wrong"))
+def test_a_pipeline_with_another_shape_on_one_stage_always_exchanges(finished: Ranks, number: int, layout: str) -> None:
+    right, wrong = (reports(finished, number, layout, run) for run in ("right", "wrong"))
     for rank, (with_plan, report) in enumerate(zip(right, wrong, strict=True)):
         assert report["steps"] == with_plan["steps"]
         last = number - 1

@@ -1,9 +1,9 @@
-"""Generate with vLLM from saved folders, with its own defaults. No megatron, no ms-swift.
+"""Generate with vLLM from a saved folder, with its own defaults. No megatron, no ms-swift.
 
-python vllm_saved.py OUT.json FOLDER...
+python vllm_saved.py OUT.json FOLDER
 
-Writes for each folder the sampling defaults that vLLM reads there, the largest difference of the log-probs in its
-probe.json, and a completion.
+Writes the sampling defaults that vLLM reads in the folder, the largest difference of the log-probs in its probe.json,
+and a completion.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 from vllm import LLM
 
 
-def main(out: str, *folders: str) -> None:
-    Path(out).write_text(json.dumps({folder: report(folder) for folder in folders}))
+def main(out: str, folder: str) -> None:
+    Path(out).write_text(json.dumps(report(folder)))
 
 
 def report(folder: str) -> dict[str, Any]:
