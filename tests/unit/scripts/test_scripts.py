@@ -178,6 +178,62 @@ def test_a_folder_without_a_run_fails_with_the_missing_file(tmp_path: Path) -> N
     assert "no result in" in stderr and "logging.jsonl" in stderr
 
 
+def make_learning_run(folder: Path, before: float, after: float) -> Path:
+    run = make_run(folder, [0.1] * 10)
+    with (run / "logging.jsonl").open("a") as log:
+        for step, accuracy in ((0, before), (10, after)):
+            log.write(json.dumps({"eval_pass@1": accuracy, "iteration": f"{step}/10"}) + "\n")
+    rows = [
+        {
+            "rollout": rollout,
+            "prompt": "<|im_start|>user\n1 + 2<|im_end|>\n",
+            "completion": text,
+            "total_reward": reward,
+        }
+        for rollout, text, reward in ((0, "It is 3.<|im_end|>", 0.125), (5, "left out", 0.0), (9, "3<|im_end|>", 1.0))
+    ]
+    (run / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run
+
+
+def test_held_out_accuracy_must_rise_and_completions_are_printed(tmp_path: Path) -> None:
+    run = make_learning_run(tmp_path / "run", 0.05, 0.25)
+    printed = f"""quickstart: completions of the first step, with their rewards
+  0.12  '1 + 2' -> 'It is 3.'
+quickstart: completions of the last step, with their rewards
+  1.00  '1 + 2' -> '3'
+quickstart: held-out accuracy 0.050 -> 0.250 over 10 steps on 2 ranks, run in {run}
+"""
+    assert summarize(run, "--held-out", 0.2) == (0, printed, "")
+    missed = "quickstart: the held-out accuracy did not rise by 0.3\n"
+    assert summarize(run, "--held-out", 0.3) == (1, printed, missed)
+
+
+def test_a_run_without_evaluations_has_no_held_out_accuracy(tmp_path: Path) -> None:
+    code, stdout, stderr = summarize(make_run(tmp_path / "run", [0.1] * 10), "--held-out", 0.1)
+    assert (code, stdout) == (1, "")
+    assert "accuracy is logged for steps [], but a comparison needs 0 and a later one" in stderr
+
+
+# ---- the task of quickstart.sh --real
+
+
+def test_a_noun_is_trained_or_held_out_and_its_plural_alone_is_right(tmp_path: Path) -> None:
+    from swift.rewards import orms
+    from swift.utils import import_external_file
+
+    plugin, path = REPOSITORY / "templates" / "plugins" / "plurals.py", list(sys.path)
+    subprocess.run([sys.executable, str(plugin), str(tmp_path)], check=True)
+    import_external_file(str(plugin))
+    sys.path[:] = path
+    parts = [(tmp_path / name).read_text().splitlines() for name in ("train.jsonl", "held_out.jsonl")]
+    plurals = [json.loads(line)["solution"] for part in parts for line in part]
+    assert [len(part) for part in parts] == [72, 36] and len(set(plurals)) == len(plurals)
+    completions = ["cats", " Cats\n", "cat", "The plural is cats", "cats.", "7", ""]
+    rewards = orms["plural"]()(completions, solution=["cats"] * len(completions), messages=[])
+    assert rewards == [1, 1, 0.5, 0, 0, 0, 0]
+
+
 # ---- the shell scripts
 
 
@@ -186,6 +242,7 @@ def test_a_folder_without_a_run_fails_with_the_missing_file(tmp_path: Path) -> N
     [
         "scripts/setup_venv.sh",
         "scripts/quickstart.sh",
+        "scripts/train_real.sh",
         "scripts/test.sh",
         "templates/cpu_quickstart.sh",
         ".ci/run",
