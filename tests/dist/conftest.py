@@ -50,14 +50,16 @@ DESCENT = ["--optimizer", "sgd", "--sgd_momentum", "0", "--lr", str(LEARNING_RAT
 
 # Kinds of offloaded state: one or several optimizers, frozen weights, fp32 master weights inside Adam.
 OFFLOADED = {
-    "full": ("dense", "full", ["--beta", "0.1"]),
-    "lora": ("dense", "lora", ["--beta", "0.1", "--tensor_model_parallel_size", "2"]),
-    "experts": ("moe", "full", ["--beta", "0.1", "--expert_model_parallel_size", "2", "--use_precision_aware_optimizer",
-                                "true"]),
+    "full": ("dense-shallow", "full", ["--beta", "0.1"]),
+    "lora": ("dense-shallow", "lora", ["--beta", "0.1", "--tensor_model_parallel_size", "2"]),
+    "experts": ("moe-shallow", "full", ["--beta", "0.1", "--expert_model_parallel_size", "2",
+                                        "--use_precision_aware_optimizer", "true"]),
 }  # fmt: skip
 _MODELS = {
     "dense": ("dense", []),
     "moe": ("moe", []),
+    "dense-shallow": ("dense", ["--layers", "2"]),
+    "moe-shallow": ("moe", ["--layers", "2"]),
     "tied": ("dense", ["--tie"]),
     "dense-for-gpus": ("dense", SIZE_FOR_GPUS),
     "moe-for-gpus": ("moe", SIZE_FOR_GPUS),
@@ -259,7 +261,7 @@ class Ranks:
     def losses(self, layout: str) -> dict[str, Any]:
         """Run one step of every loss on a layout and return its metrics."""
         no_update = ["--micro_batch_size", "4", "--lr", "1e-30", "--global_batch_size", "16"]
-        flags, out = self.flags("dense", "full", "float32", no_update), str(self.folder / "losses")
+        flags, out = self.flags("dense-shallow", "full", "float32", no_update), str(self.folder / "losses")
         main = task("tests.programs.dist.every_loss:main", out=out, layout=layout, flags=flags)
         self.run(f"losses-{layout}", Variant.parse(layout).ranks, [main])
         report: dict[str, Any] = json.loads((self.folder / f"losses.{layout}.json").read_text())

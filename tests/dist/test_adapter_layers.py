@@ -26,7 +26,8 @@ RUNS = {
 def run(ranks: Ranks, name: str, fast: bool) -> list[dict[str, Any]]:
     number, flags, _ = RUNS[name]
     label = f"adapters-{name.replace(' ', '-')}-{fast}"
-    kind = name.split()[0]
+    model = name.split()[0]
+    kind = f"{model}-shallow" if model in ("dense", "moe") else model
     # A new adapter has dropout; one that is loaded has that of its own settings.
     base = ranks.flags(kind, "lora", "float32") if "dropout" in name else ranks.layout_flags(kind, "lora")
     extra = [*base, *flags, "--fast_kernels", str(fast).lower()]

@@ -1,7 +1,7 @@
 """Real megatron-core and mcore-bridge on the CPU platform: every layout matches one rank; the logits match HF's.
 
 One run of two ranks does all cases: first each rank alone, in a world of one, then both, with Megatron's groups
-destroyed and created between the cases. This file is also the script that the ranks run.
+destroyed and created between the cases. This file is also the script that makes the models, and that the ranks run.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.dist.conftest import selected
 from tests.forking.client import run_script
 
 VOCABULARY, MICRO_BATCHES, LENGTHS = 264, 4, (16, 24, 8)
@@ -50,16 +50,18 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    output = tmp_path_factory.mktemp("layouts") / "results.json"
-    run_script(Path(__file__), output, ranks=2)  # forked with transformers alone: the ranks import Megatron themselves
-    return json.loads(output.read_text())
+def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
+    names = [name for (name,) in selected(request, "name")]
+    folder = tmp_path_factory.mktemp("layouts")
+    run_script(Path(__file__), "models", folder)  # with transformers alone: mcore-bridge replaces its RoPE initialiser
+    run_script(Path(__file__), "ranks", folder, *names, ranks=2, kind="upstream")
+    return json.loads((folder / "results.json").read_text())
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_layout_trains_like_one_rank(results: dict[str, Any], case: Case) -> None:
-    differences = results[case.name]
+@pytest.mark.parametrize("name", [case.name for case in CASES])
+def test_a_layout_trains_like_one_rank(results: dict[str, Any], name: str) -> None:
+    differences = results[name]
     assert differences["loss"] < 1e-6
     assert differences["grad_norm"] < 1e-6  # relative
     assert differences["weights"] < 1e-6
@@ -92,8 +94,8 @@ class Outcome:
         }
 
 
-def save_models(folder: Path) -> dict[str, Any]:
-    """Save two tiny models. Call this before importing mcore_bridge: it replaces transformers' RoPE initialiser."""
+def save_models(folder: Path) -> None:
+    """Save two tiny models, and their logits of separate sequences and of one."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -107,9 +109,12 @@ def save_models(folder: Path) -> dict[str, Any]:
         "dense": Qwen3ForCausalLM(Qwen3Config(**shape)).eval(),
         "moe": Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, router_aux_loss_coef=0.0)).eval(),
     }
+    ids = micro_batch(0)[0]
     for name, model in models.items():
         model.save_pretrained(folder / name)
-    return models
+        with torch.no_grad():
+            separate = torch.cat([model(part).logits for part in ids.split(LENGTHS, dim=1)], dim=1)
+            torch.save({"packed": separate, "batch": model(ids).logits}, folder / f"{name}.pt")
 
 
 def micro_batch(index: int) -> tuple[Any, ...]:
@@ -248,24 +253,21 @@ def mean_loss(reports: list[dict[str, Any]]) -> float:
     return (total[0] / total[1]).item()
 
 
-def compare_logits(case: Case, folder: Path, hf_model: Any) -> dict[str, float]:
+def compare_logits(case: Case, folder: Path) -> dict[str, float]:
     import torch
 
     model = build(case, folder)[1][0].eval()
     ids, positions, _, cu_seqlens = micro_batch(0)
     rows = torch.arange(sum(LENGTHS))[None]
     with torch.no_grad():
-        separate = torch.cat([hf_model(part).logits for part in ids.split(LENGTHS, dim=1)], dim=1)
         as_pack = model(input_ids=ids, position_ids=positions, packed_seq_params=packed(cu_seqlens))
         as_batch = model(input_ids=ids, position_ids=rows, attention_mask=None)
-        whole = hf_model(ids).logits
-    return {
-        "packed": (as_pack[..., :VOCABULARY] - separate).abs().max().item(),
-        "batch": (as_batch[..., :VOCABULARY] - whole).abs().max().item(),
-    }
+    found, expected = {"packed": as_pack, "batch": as_batch}, torch.load(folder / f"{case.model}.pt")
+    return {name: (found[name][..., :VOCABULARY] - expected[name]).abs().max().item() for name in expected}
 
 
-def main(output: Path) -> None:
+def main(folder: Path, *names: str) -> None:
+    """Train the named cases with the models of `save_models`, and write results.json."""
     from swift_megatron_grpo.platforms.cpu import activate
 
     activate()
@@ -275,26 +277,23 @@ def main(output: Path) -> None:
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     references: dict[str, Outcome] = {}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        hf_models = save_models(folder)
-        dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
-        for model, hf_model in hf_models.items():
-            with model_parallel({}):
-                results[f"logits-{model}"] = compare_logits(Case("one", model), folder, hf_model)
-                references[model] = train(Case("one", model), folder)
-        dist.destroy_process_group()
+    dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
+    for model in ("dense", "moe"):
+        with model_parallel({}):
+            results[f"logits-{model}"] = compare_logits(Case("one", model), folder)
+            references[model] = train(Case("one", model), folder)
+    dist.destroy_process_group()
 
-        dist.init_process_group("nccl")
-        for case in CASES:
-            with model_parallel(case.sizes):
-                results[case.name] = train(case, folder).difference(references[case.model])
-            print(case.name, results[case.name], flush=True)
-        if dist.get_rank() == 0:
-            assert all(math.isfinite(loss) for outcome in references.values() for loss in outcome.losses)
-            output.write_text(json.dumps(results))
-        dist.destroy_process_group()
+    dist.init_process_group("nccl")
+    for case in [case for case in CASES if case.name in names]:
+        with model_parallel(case.sizes):
+            results[case.name] = train(case, folder).difference(references[case.model])
+        print(case.name, results[case.name], flush=True)
+    if dist.get_rank() == 0:
+        assert all(math.isfinite(loss) for outcome in references.values() for loss in outcome.losses)
+        (folder / "results.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    {"models": save_models, "ranks": main}[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])

@@ -23,7 +23,7 @@ def steps(ranks: Ranks, number: int, name: str) -> tuple[dict[str, Any], dict[st
         task(
             "tests.programs.dist.expert_chunks:main",
             out=str(ranks.folder / f"chunks-{layout}-{skip}"),
-            flags=ranks.flags("moe", "full", "float32", flags),
+            flags=ranks.flags("moe-shallow", "full", "float32", flags),
             skip=skip,
         )
         for layout, flags in layouts.items()

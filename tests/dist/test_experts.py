@@ -29,7 +29,7 @@ def run(ranks: Ranks, name: str, fast: bool) -> list[dict[str, Any]]:
     label = f"experts-{name.replace(' ', '-')}-{fast}"
     tuner = name.split()[0]
     extra = [*flags, "--fast_kernels", str(fast).lower()]
-    ranks.call(label, "expert_runs:two_steps", number, ranks.flags("moe", tuner, "float32", extra))
+    ranks.call(label, "expert_runs:two_steps", number, ranks.flags("moe-shallow", tuner, "float32", extra))
     return [ranks.report(label, rank) for rank in range(number)]
 
 

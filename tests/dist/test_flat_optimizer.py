@@ -11,19 +11,25 @@ LONGER = ["--train_iters", "8"]  # with 2, the learning rate of later steps is 0
 # The last bit of the norm may differ, and with it every gradient that is clipped.
 UNCLIPPED = ["--clip_grad", "1e6"]
 CASES = {
-    "adapters": (1, "moe", "lora", "bfloat16", ALL_EXPERTS),
-    "adapters on dp2": (2, "moe", "lora", "bfloat16", ALL_EXPERTS),
-    "adapters on dp2+ep2": (2, "moe", "lora", "bfloat16", [*ALL_EXPERTS, "--expert_model_parallel_size", "2"]),
+    "adapters": (1, "moe-shallow", "lora", "bfloat16", ALL_EXPERTS),
+    "adapters on dp2": (2, "moe-shallow", "lora", "bfloat16", ALL_EXPERTS),
+    "adapters on dp2+ep2": (2, "moe-shallow", "lora", "bfloat16", [*ALL_EXPERTS, "--expert_model_parallel_size", "2"]),
     "adapters on tp2": (
         2,
-        "moe",
+        "moe-shallow",
         "lora",
         "bfloat16",
         [*ALL_EXPERTS, "--tensor_model_parallel_size", "2", "--sequence_parallel", "true"],
     ),
-    "all weights on dp2": (2, "dense", "full", "bfloat16", ["--beta", "0.1"]),
-    "all weights on dp2+ep2": (2, "moe", "full", "bfloat16", ["--beta", "0.1", "--expert_model_parallel_size", "2"]),
-    "all weights in fp32": (1, "dense", "full", "float32", ["--beta", "0.1"]),
+    "all weights on dp2": (2, "dense-shallow", "full", "bfloat16", ["--beta", "0.1"]),
+    "all weights on dp2+ep2": (
+        2,
+        "moe-shallow",
+        "full",
+        "bfloat16",
+        ["--beta", "0.1", "--expert_model_parallel_size", "2"],
+    ),
+    "all weights in fp32": (1, "dense-shallow", "full", "float32", ["--beta", "0.1"]),
 }
 
 

@@ -12,10 +12,10 @@ from tests.dist.conftest import Ranks
 @pytest.mark.parametrize("layout", [[], ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"]])
 def test_the_reference_is_the_model_with_its_own_adapter(ranks: Ranks, layout: list[str]) -> None:
     number, other = 2 if layout else 1, str(ranks.folder / "other-adapter")
-    flags = ranks.flags("dense", "lora", "float32", ["--beta", "0.1"])
+    flags = ranks.flags("dense-shallow", "lora", "float32", ["--beta", "0.1"])
     make = "swift_megatron_grpo.cli.check_layouts.ranks:make_adapter"
     ranks.run("other-adapter", 1, [task(make, flags=[*flags, "--seed", "7"], adapter=other)])  # with another lora_A
-    adapters = {"policy": ranks.adapter("dense"), "reference": other}
+    adapters = {"policy": ranks.adapter("dense-shallow"), "reference": other}
     ranks.call(f"reference-adapter-{number}", "reference_adapter:main", number, [*flags, *layout], **adapters)
     report = ranks.report(f"reference-adapter-{number}", 0)
     assert largest_difference(report["reference"], report["expected"]) < 2e-6

@@ -45,7 +45,7 @@ def finished(ranks: Ranks, request: pytest.FixtureRequest) -> Ranks:
             task(
                 "tests.programs.dist.row_dispatch:main",
                 out=str(ranks.folder / f"rows-{name}-{once}"),
-                flags=ranks.flags("moe", tuner, "float32", flags),
+                flags=ranks.flags("moe-shallow", tuner, "float32", flags),
                 once=once,
                 **more,
             )
@@ -72,6 +72,6 @@ def test_the_step_is_the_same_with_fewer_rows(finished: Ranks, number: int, name
 
 @pytest.mark.parametrize("case", list(LEFT_TO_MEGATRON))
 def test_other_dispatchers_stay(ranks: Ranks, case: str) -> None:
-    flags = ranks.flags("moe", "full", "float32", LEFT_TO_MEGATRON[case])
+    flags = ranks.flags("moe-shallow", "full", "float32", LEFT_TO_MEGATRON[case])
     ranks.call(f"rows-{case}", "row_dispatch:main", 2, flags, once=True)
     assert ranks.report(f"rows-{case}", 0)["dispatchers"] == ["MoEAlltoAllTokenDispatcher"]

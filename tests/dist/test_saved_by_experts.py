@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.cli.check_layouts.layouts import Variant, task
+from swift_megatron_grpo.cli.check_layouts.layouts import Task, Variant, task
 from swift_megatron_grpo.cli.estimate.activations import Decoder, Recompute, Tokens, bytes_of_layers
 from swift_megatron_grpo.settings.layout import Layout
-from tests.dist.conftest import Ranks
+from tests.dist.conftest import Ranks, selected
 
 pytestmark = pytest.mark.dist
 HIDDEN, FFN, TAKEN, ITEM = 64, 32, 2, 2  # of the tiny mixture; bf16
@@ -38,24 +38,26 @@ def planned_of_a_row(layout: Layout) -> float:
     return (with_them - less) / rows
 
 
-def passes(ranks: Ranks, name: str, tuner: str) -> list[list[dict[str, Any]]]:
-    """Return the passes through layers of experts on each rank; all layouts of a number of ranks share processes."""
-    number = Variant.parse(name).ranks
-    tasks = [
-        task(
-            "tests.programs.dist.saved_by_experts:main",
-            out=str(ranks.folder / f"saved-{layout}-{tuned}"),
-            flags=[*ranks.flags("moe", tuned, "bfloat16"), *Variant.parse(layout).flags()],
-        )
-        for layout, tuned in LAYOUTS
-        if Variant.parse(layout).ranks == number
-    ]
-    ranks.run(f"saved-{number}", number, tasks)
-    return [ranks.report(f"saved-{name}-{tuner}", rank)["passes"] for rank in range(number)]
+@pytest.fixture(scope="module")
+def finished(ranks: Ranks, request: pytest.FixtureRequest) -> Ranks:
+    """Run the selected layouts."""
+    tasks: dict[int, list[Task]] = {}
+    for name, tuner in selected(request, "name", "tuner"):
+        layout = Variant.parse(name)
+        out, flags = str(ranks.folder / f"saved-{name}-{tuner}"), ranks.flags("moe-shallow", tuner, "bfloat16")
+        run = task("tests.programs.dist.saved_by_experts:main", out=out, flags=[*flags, *layout.flags()])
+        tasks.setdefault(layout.ranks, []).append(run)
+    ranks.run_each("saved", tasks)
+    return ranks
+
+
+def passes(finished: Ranks, name: str, tuner: str) -> list[list[dict[str, Any]]]:
+    """Return the passes through layers of experts on each rank."""
+    return [finished.report(f"saved-{name}-{tuner}", rank)["passes"] for rank in range(Variant.parse(name).ranks)]
 
 
 @pytest.mark.parametrize(("name", "tuner"), LAYOUTS)
-def test_saved_rows_of_experts_have_the_planned_bytes(ranks: Ranks, name: str, tuner: str) -> None:
+def test_saved_rows_of_experts_have_the_planned_bytes(finished: Ranks, name: str, tuner: str) -> None:
     sizes = Variant.parse(name).sizes
     layout = Layout(
         Variant.parse(name).ranks,
@@ -65,7 +67,7 @@ def test_saved_rows_of_experts_have_the_planned_bytes(ranks: Ranks, name: str, t
         sequence_parallel="tp" in sizes,
     )
     of_a_row = planned_of_a_row(layout)
-    for of_rank in passes(ranks, name, tuner):
+    for of_rank in passes(finished, name, tuner):
         assert of_rank
         for one in of_rank:
             # Indices, probabilities, tables of the router and what is between two adapters are not planned.
@@ -75,8 +77,8 @@ def test_saved_rows_of_experts_have_the_planned_bytes(ranks: Ranks, name: str, t
 
 
 @pytest.mark.parametrize(("name", "tuner"), LAYOUTS)
-def test_all_choices_of_tokens_are_rows_of_some_rank(ranks: Ranks, name: str, tuner: str) -> None:
+def test_all_choices_of_tokens_are_rows_of_some_rank(finished: Ranks, name: str, tuner: str) -> None:
     sizes = Variant.parse(name).sizes
-    for of_ranks in zip(*passes(ranks, name, tuner), strict=True):
+    for of_ranks in zip(*passes(finished, name, tuner), strict=True):
         chosen = TAKEN * sizes.get("etp", 1) * sum(one["tokens"] for one in of_ranks)
         assert sum(one["rows"] for one in of_ranks) == chosen
