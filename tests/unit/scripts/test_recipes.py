@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.forking.client import run_script
 from tests.paths import REPOSITORY
 
 pytest.importorskip("reasoning_gym", reason="scripts/setup_venv.sh --recipes installs it")
@@ -21,8 +20,7 @@ PLUGINS = REPOSITORY / "templates" / "plugins"
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("rows")
-    command = [sys.executable, str(PLUGINS / "reasoning_task.py"), str(folder), "chain_sum", '{"max_terms": 2}', "Go."]
-    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    run_script(PLUGINS / "reasoning_task.py", folder, "chain_sum", '{"max_terms": 2}', "Go.", kind="upstream")
     return {
         name: [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
         for name in ("train", "held_out")

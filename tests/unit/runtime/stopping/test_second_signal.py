@@ -41,7 +41,7 @@ def is_running(pid: int) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 @pytest.mark.parametrize("launcher_dies", [False, True])
 def test_a_second_signal_ends_a_rank_at_once_unless_its_launcher_just_died(launcher_dies: bool) -> None:
-    launcher, output = start_piped("torch", "code", LAUNCHER_AND_RANK)
+    launcher, output = start_piped("upstream", "code", LAUNCHER_AND_RANK)
     lines = iter(output.readline, "")
     rank = int(next(lines))
     try:
