@@ -165,6 +165,7 @@ def test_scaled_positions_are_those_of_vllm_and_of_transformers(folder: Path, de
 # ---- sampling
 
 
+@pytest.mark.thorough
 def test_completions_match_a_regular_expression(folder: Path, dense: Path, dataset: Path) -> None:
     flags = ["--structured_outputs_regex", "[a-d]{6}", "--log_completions", "true"]
     run = train(folder, dense, dataset, "regex", *flags)

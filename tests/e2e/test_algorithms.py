@@ -26,50 +26,46 @@ FLAGS = [*CANNED, "--steps_per_generation", "2", "--train_iters", "4", "--save_s
          "--top_entropy_quantile", "0.5", "--log_entropy", "true", "--entropy_coef", "0.01", "--loss_type", "fipo",
          "--rollout_importance_sampling_mode", "sequence_mask", "--log_rollout_offpolicy_metrics", "true",
          "--off_policy_sequence_mask_delta", "0.01"]  # fmt: skip
-LAYOUTS = {
-    "pp2": ["--pipeline_model_parallel_size", "2"],
-    "tp2": ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"],
-}
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path, dense: Path, dataset: Path) -> dict[str, Finished]:
-    finished = {}
-    for name, layout in LAYOUTS.items():
-        finished[name] = megatron_rlhf(dense, dataset, folder / name, ranks=2, flags=[*FLAGS, *layout])
-        assert finished[name].code == 0, finished[name].output[-4000:]
-    return finished
+def pipeline(folder: Path, dense: Path, dataset: Path) -> Finished:
+    run = megatron_rlhf(dense, dataset, folder / "pp2", 2, [*FLAGS, "--pipeline_model_parallel_size", "2"])
+    assert run.code == 0, run.output[-4000:]
+    return run
 
 
 @pytest.mark.thorough
-def test_a_pipeline_matches_tensor_parallel_ranks(runs: dict[str, Finished]) -> None:
+def test_a_pipeline_matches_tensor_parallel_ranks(pipeline: Finished, folder: Path, dense: Path, dataset: Path) -> None:
     """The KL in the reward needs log-probs that only the last stage has; ms-swift subtracts None on the others."""
-    pipeline, tensor = runs["pp2"].log, runs["tp2"].log
-    assert len(pipeline) == len(tensor) == 4
-    for a, b in zip(pipeline, tensor, strict=True):
+    layout = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"]
+    tensor = megatron_rlhf(dense, dataset, folder / "tp2", 2, [*FLAGS, *layout])
+    assert tensor.code == 0, tensor.output[-4000:]
+    assert len(pipeline.log) == len(tensor.log) == 4
+    for a, b in zip(pipeline.log, tensor.log, strict=True):
         measured = ("time/", "speed/", "train_speed", "memory")
         names = [n for n, v in a.items() if isinstance(v, float) and not n.startswith(measured)]
         assert len(names) >= 36
         assert {n: a[n] for n in names} == pytest.approx({n: b[n] for n in names}, rel=2e-3, abs=1e-5)
 
 
-def test_the_reward_is_reduced_by_beta_times_the_kl(runs: dict[str, Finished]) -> None:
-    rollouts = [step for step in runs["pp2"].log if "reward" in step]
+def test_the_reward_is_reduced_by_beta_times_the_kl(pipeline: Finished) -> None:
+    rollouts = [step for step in pipeline.log if "reward" in step]
     assert abs(rollouts[0]["kl"]) < 1e-5 and abs(rollouts[1]["kl"]) > 0.01
     for step in rollouts:
         graded = step["rewards/every_second/mean"]
         assert step["reward"] == pytest.approx(graded - step["kl_beta"] * step["kl"], abs=1e-5)
 
 
-def test_beta_adapts_and_is_saved(runs: dict[str, Finished]) -> None:
-    first, second = (step["kl_beta"] for step in runs["pp2"].log if "kl_beta" in step)
+def test_beta_adapts_and_is_saved(pipeline: Finished) -> None:
+    first, second = (step["kl_beta"] for step in pipeline.log if "kl_beta" in step)
     assert first == BETA and second == pytest.approx(BETA * (1 - 0.2 * 16 / 100))  # a KL of 0 is far below the target
-    saved = json.loads((runs["pp2"].last_checkpoint / "kl_beta.json").read_text())["beta"]
+    saved = json.loads((pipeline.last_checkpoint / "kl_beta.json").read_text())["beta"]
     assert saved != second
 
 
-def test_groups_of_equal_rewards_are_replaced(runs: dict[str, Finished]) -> None:
-    steps = [step for step in runs["pp2"].log if "dynamic_sample/rounds" in step]
+def test_groups_of_equal_rewards_are_replaced(pipeline: Finished) -> None:
+    steps = [step for step in pipeline.log if "dynamic_sample/rounds" in step]
     assert sum(step["dynamic_sample/rounds"] for step in steps) > 0
     for step in steps:
         assert step["dynamic_sample/generated_groups"] >= 4
@@ -77,8 +73,8 @@ def test_groups_of_equal_rewards_are_replaced(runs: dict[str, Finished]) -> None
             assert step["rewards/every_second/mean"] < 1
 
 
-def test_tokens_are_selected_by_entropy(runs: dict[str, Finished]) -> None:
-    for step in runs["pp2"].log:
+def test_tokens_are_selected_by_entropy(pipeline: Finished) -> None:
+    for step in pipeline.log:
         assert 0 < step["entropy/entropy_min"] <= step["entropy/entropy_mean"] <= step["entropy/entropy_max"] < 5.6
         assert 5 < step["entropy/entropy_threshold"] < 5.6
 

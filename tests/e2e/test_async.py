@@ -103,6 +103,7 @@ def test_one_rollout_ahead_has_staleness_1_and_can_be_replayed(
     assert numbers(replay, "actor/approxkl") == numbers(run, "actor/approxkl")
 
 
+@pytest.mark.thorough
 def test_one_rollout_ahead_is_corrected_for_its_staleness(
     folder: Path, dense: Path, dataset: Path, server: RolloutServer
 ) -> None:

@@ -96,6 +96,7 @@ def test_another_type_of_rlhf_prints_the_same_also_as_swift_megatron() -> None:
     assert "KeyError: 'megatron'" in off
 
 
+@pytest.mark.thorough
 def test_an_invalid_value_of_the_switch_is_explained() -> None:
     """A fork is the `megatron` script, which starts a rank."""
     code, output = run_python(script_of("megatron"), "rlhf", "--rlhf_type", "grpo", **{SWITCH: "yes"})

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.e2e
 FP32 = ["--torch_dtype", "float32", "--fp16", "false", "--sync_check", "full", "--seed_completions", "true"]
 VISION_TOWER = re.compile(r"visual\.|vision_tower\.|multi_modal_projector\.")
 PROBED = ["--external_plugins", str(REWARDS), str(PROBE), "--callbacks", "probe"]
-STEPS = 24
+STEPS = 14
 LEARNING = ["--train_iters", str(STEPS), "--save_steps", str(STEPS), "--lr", "1e-2", "--lr_decay_style",
             "constant", "--num_generations", "8", "--global_batch_size", "16", "--micro_batch_size", "8",
             "--max_completion_length", "16"]  # fmt: skip
@@ -69,6 +69,7 @@ def test_a_saved_model_loads_in_plain_transformers(learned: Finished) -> None:
     assert hf_difference(learned.last_checkpoint)["max"] < 1e-5
 
 
+@pytest.mark.thorough
 def test_a_tensor_of_a_delta_net_that_does_not_arrive_is_detected(folder: Path, qwen3_5: Path, dataset: Path) -> None:
     faults = ["--external_plugins", str(REWARDS), str(PLUGINS / "sync_faults.py")]
     run = megatron_rlhf(qwen3_5, dataset, folder / "faults", 1, [*FP32, *faults], {"FAULTS": "delta net"})
@@ -119,7 +120,15 @@ def test_a_server_gets_the_towers_if_it_holds_them(folder: Path, dataset: Path, 
     assert set(load_file(run.last_checkpoint / "model.safetensors")) == set(tensors)
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl_moe", "glm4v", "internvl"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "qwen2_5_vl",
+        "qwen3_vl_moe",
+        pytest.param("glm4v", marks=pytest.mark.thorough),
+        pytest.param("internvl", marks=pytest.mark.thorough),
+    ],
+)
 def test_text_of_other_types_is_generated_and_trained_with_equal_numbers(
     folder: Path, dataset: Path, kind: str
 ) -> None:

@@ -177,8 +177,11 @@ def test_conversations_on_a_server_show_images_and_are_generated_ahead(
     ("kind", "ranks", "flags"),
     [
         ("glm4v", 2, [*EVERYTHING, "--vllm_tensor_parallel_size", "2"]),
-        ("glm4v_moe", 2, ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"]),
-        ("internvl", 1, EVERYTHING),
+        pytest.param(
+            *("glm4v_moe", 2, ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"]),
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param("internvl", 1, EVERYTHING, marks=pytest.mark.thorough),
         ("internvl", 2, ["--pipeline_model_parallel_size", "2", "--vllm_tensor_parallel_size", "2"]),
     ],
     ids=["glm4v", "glm4v_moe", "internvl", "internvl-frozen"],

@@ -25,6 +25,7 @@ def test_a_setting_that_vllm_refuses_ends_the_run_before_a_model_loads(
     assert "--vllm_engine_kwargs: vLLM refuses max_num_batched_tokens = -1: Input should be greater" in run.output
 
 
+@pytest.mark.thorough
 @pytest.mark.e2e
 def test_rows_that_would_be_dropped_end_the_run_before_a_model_loads(folder: Path, dense: Path, dataset: Path) -> None:
     """The run prints one message. test_torchrun.py refuses it on several ranks."""

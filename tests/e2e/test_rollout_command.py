@@ -21,7 +21,7 @@ from tests.support.ends import check_server_ends
 from tests.support.runs import REPORTS_EXPERTS, make_model
 from tests.support.servers import HOST, KEY, RolloutServer
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.thorough]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,6 @@ def server(folder: Path, moe: Path) -> Iterator[RolloutServer]:
     server.stop()
 
 
-@pytest.mark.thorough
 def test_the_key_is_not_shown_and_the_server_listens_on_loopback(server: RolloutServer) -> None:
     listening = subprocess.run(["ss", "-ltn", f"sport = :{server.port}"], text=True, stdout=subprocess.PIPE).stdout
     assert f"{HOST}:{server.port}" in listening and "0.0.0.0:" + str(server.port) not in listening

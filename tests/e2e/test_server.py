@@ -106,13 +106,13 @@ def test_numbers_of_two_servers_match_colocate_although_one_is_killed(
 
     Completions have their own seeds and do not depend on the server, so the numbers match vLLM in the trainer.
     """
-    flags = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true", "--train_iters", "5",
-             "--save_steps", "5", "--sleep_level", "1", "--global_batch_size", "32", "--max_completion_length", "100",
+    flags = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true", "--train_iters", "4",
+             "--save_steps", "4", "--sleep_level", "1", "--global_batch_size", "32", "--max_completion_length", "100",
              "--micro_batch_size", "8", "--trace_steps", "2-3", *PROBED]  # fmt: skip
     killed: list[str] = []
 
     def kill(line: str) -> None:
-        if "may generate with weights 3" in line and not killed:
+        if "may generate with weights 2" in line and not killed:
             killed.append(line)
             servers[0].kill()
 
@@ -122,17 +122,17 @@ def test_numbers_of_two_servers_match_colocate_although_one_is_killed(
     for step, (values, expected) in enumerate(zip(numbers(remote), numbers(local), strict=True)):
         assert values == pytest.approx(expected, rel=1e-5, abs=1e-6), f"step {step}"
     assert all(step["rollout/k3_kl"] < 1e-7 for step in remote.log)
-    assert len({step["reward"] for step in remote.log}) == 5
+    assert len({step["reward"] for step in remote.log}) == 4
     for run in (remote, local):
         assert (
             " tensors bit for bit as they were sent; its log-probs of a fixed text of 128 tokens differ" in run.output
         )
         assert all(step["sync_check/max_diff"] < 1e-5 for step in run.log)
     assert "--sleep_level: without effect with --vllm_mode server" in remote.output
-    assert "weights 2 sent to 2 servers" in remote.output
+    assert "weights 1 sent to 2 servers" in remote.output
     assert killed and "is lost: " in remote.output and "1 of 2 remain" in remote.output
     assert "unfinished completions of" in remote.output and "are recovered" in remote.output
-    assert servers[1].request("GET", Routes.STATUS)["weights_version"] == 4
+    assert servers[1].request("GET", Routes.STATUS)["weights_version"] == 3
     check_trace(remote, [server.url for server in servers])
     check_trace(local, [])
     assert hf_difference(remote.last_checkpoint)["max"] < 1e-4
@@ -332,6 +332,7 @@ def test_an_unreachable_server_stops_the_command_before_the_model_loads(
     assert "model_config: ModelConfig" not in run.output
 
 
+@pytest.mark.thorough
 def test_without_the_plugin_swift_rollout_is_unchanged(dense: Path) -> None:
     """It fails on a CPU as without this package."""
     flags = ["--model", str(dense), "--model_type", "qwen3", "--template", "qwen3"]

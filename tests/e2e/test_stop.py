@@ -102,6 +102,7 @@ def test_a_reward_function_that_takes_too_long_is_given_up(inputs: tuple[Path, P
     check_stopped(run, 1)
 
 
+@pytest.mark.thorough
 def test_a_second_signal_ends_the_run_at_once(inputs: tuple[Path, Path, Path]) -> None:
     run = stop(inputs, "twice", "step 2, rank 0, generation", [], AGAIN="1")
     assert run.output.count(CAUSE) == 1 and "received a second signal, SIGTERM, and ends at once" in run.output
