@@ -32,6 +32,7 @@ code=(swift_megatron_grpo scripts benchmarks templates tests)
 scripts/setup_venv.sh --test
 PATH="$PWD/.venv/bin:$PATH"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1 MODELSCOPE_OFFLINE=1
+unset PYTHONDONTWRITEBYTECODE # or every worker and every command would compile all files again
 export NO_VCS_VERSION=1 # megatron-core 0.18 and newer would add the commit of this repository to their version
 # Xdist's workers are not shown by name, and pytest's own header says nothing new.
 pytest=(python -m pytest -q --durations=10)

@@ -9,6 +9,7 @@ description of ranges. tests/unit/docs/test_generated_pages.py compares page and
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,8 +91,7 @@ def all_flags() -> list[Flag]:
 
 def flags(path: Path) -> list[Flag]:
     """Return the flags that the dataclasses of a file add, in the order of the code."""
-    named = [*(PACKAGE / "settings").glob("*.py"), PACKAGE / "types.py"]
-    aliases = dict(alias for file in named for alias in _aliases(file))
+    aliases = _aliases()
     module = ast.parse(path.read_text())
     fields = [
         (node.name, field)
@@ -213,7 +213,13 @@ def _type(annotation: ast.expr) -> str:
     return "several texts" if parts[0].startswith("list") else names.get(parts[0], parts[0])
 
 
-def _aliases(path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
+@functools.cache
+def _aliases() -> dict[str, tuple[str, ...]]:
+    named = [*(PACKAGE / "settings").glob("*.py"), PACKAGE / "types.py"]
+    return dict(alias for file in named for alias in _aliases_of(file))
+
+
+def _aliases_of(path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield the names of Literals, and of tables of OneOf, with their values."""
     source = path.read_text()
     for node in ast.parse(source).body:

@@ -127,6 +127,8 @@ def preload_upstream() -> None:
         "pandas",
         "fastapi",
     )
+    if importlib.util.find_spec("reasoning_gym"):  # scripts/setup_venv.sh --recipes installs it
+        import_all("reasoning_gym")
 
 
 def preload_torch() -> None:
