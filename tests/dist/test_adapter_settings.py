@@ -13,7 +13,7 @@ SETTINGS = ["--lora_rank", "16", "--lora_alpha", "32", "--use_rslora", "true", "
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param("tp2", marks=pytest.mark.thorough), "tp2+sp"])
 def test_rank_stabilised_adapters_with_dropout(ranks: Ranks, layout: str) -> None:
     flags = ["--tensor_model_parallel_size", "2", *LAYOUTS[layout], *SETTINGS]
     ranks.call(f"settings-{layout}", "adapter_settings:main", 2, ranks.flags("dense", "lora", "float32", flags))

@@ -31,10 +31,13 @@ CASES = {
     ),
     "all weights in fp32": (1, "dense-shallow", "full", "float32", ["--beta", "0.1"]),
 }
+SHORT = ("adapters on tp2", "all weights on dp2+ep2")
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize(
+    "case", [case if case in SHORT else pytest.param(case, marks=pytest.mark.thorough) for case in CASES]
+)
 def test_steps_equal_those_over_single_parameters(ranks: Ranks, case: str) -> None:
     count, kind, tuner, dtype, extra = CASES[case]
     job = f"flat-{case.replace(' ', '-')}"

@@ -12,7 +12,7 @@ from tests.dist.conftest import Ranks
     ("kind", "layout", "flags_are_on"),
     [
         ("dense", ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"], "cpu"),
-        ("moe", ["--expert_model_parallel_size", "2"], "cpu"),
+        pytest.param("moe", ["--expert_model_parallel_size", "2"], "cpu", marks=pytest.mark.thorough),
         ("dense", ["--pipeline_model_parallel_size", "2"], "cuda"),
     ],
 )

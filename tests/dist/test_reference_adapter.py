@@ -9,7 +9,13 @@ from tests.dist.conftest import Ranks
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", [[], ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"]])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param([], marks=pytest.mark.thorough),
+        ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"],
+    ],
+)
 def test_the_reference_is_the_model_with_its_own_adapter(ranks: Ranks, layout: list[str]) -> None:
     number, other = 2 if layout else 1, str(ranks.folder / "other-adapter")
     flags = ranks.flags("dense-shallow", "lora", "float32", ["--beta", "0.1"])
