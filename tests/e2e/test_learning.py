@@ -8,6 +8,7 @@ A single word that is not the plural earns 0.5, so REWARD is beyond a policy tha
     seed 7                0.70       0.89
     negated loss         -0.09       0.00
     shuffled advantages   0.32       0.03   (chance finds single words, but no plurals)
+    the same, seed 7     -0.08       0.00
     stale weights        -0.01       0.00
 """
 
