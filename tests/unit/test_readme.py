@@ -15,7 +15,7 @@ from tests.paths import REPOSITORY
 PACKAGE = REPOSITORY / "swift_megatron_grpo"
 README = (REPOSITORY / "README.md").read_text()
 FLAG = re.compile(r"`--(\w+)`")
-MAX_WORDS = 1400  # with the words of tables and code
+MAX_WORDS = 1000  # as `wc -w` counts: with tables, code and links
 ARCHITECTURE = (REPOSITORY / "docs" / "architecture.md").read_text()
 
 
@@ -58,7 +58,7 @@ def test_scripts_of_the_readme_exist() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(re.findall(r"[\w'-]+", re.sub(r"\]\([^)]*\)", "]", README))) < MAX_WORDS
+    assert len(README.split()) <= MAX_WORDS
 
 
 def test_the_first_run_lists_every_template() -> None:
