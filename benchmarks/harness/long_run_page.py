@@ -33,8 +33,8 @@ def text_of(runs: Sequence[Run]) -> str:
         f"`python -m benchmarks.long_run` trains SmolLM2-135M for {first['steps']:,} steps in one run on one {gpu}, "
         f"with vLLM in the trainer. The run evaluates every {first['evaluate_every']} steps, saves every "
         f"{first['save_every']}, writes its report and logs completions. The table has medians of steps {early} and of "
-        f"steps {late}. Host memory is that of all processes of the run, without pages of files; one that they share "
-        f"counts once. The files have all readings: {files}."
+        f"steps {late}. Host memory is that of all processes of the run, without pages of files; a page that they "
+        f"share counts once. The files have all readings: {files}."
     )
     paragraph = fill(text, 120, break_long_words=False, break_on_hyphens=False)
     return f"{paragraph}\n\n{_figures(runs)}\n{_files(runs)}"

@@ -20,7 +20,7 @@ from swift_megatron_grpo.weights.export.export import WeightExport
 
 add_advantages = step.add_advantages
 export = WeightExport.__call__
-shuffler = random.Random(0)  # every rank grades all completions, in the same order
+shuffler = random.Random(0)  # every rank has all completions, in the same order
 sent: list[tuple[str, torch.Tensor]] = []
 
 
