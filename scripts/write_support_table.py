@@ -2,8 +2,8 @@
 
     python -m scripts.write_support_table
 
-The contents come from arguments/refused.py, arguments/model_types.py and generation/vllm/engine_kwargs.py in
-swift_megatron_grpo; tests/unit/docs/test_generated_pages.py compares them.
+The contents come from arguments/refused.py and generation/vllm/engine_kwargs.py in swift_megatron_grpo;
+tests/unit/docs/test_generated_pages.py compares them.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from swift_megatron_grpo.arguments.model_types import (
+from swift_megatron_grpo.arguments.refused import (
     COMPARED,
     COMPOSITE,
+    NOT_YET,
+    NOTED,
     READ_AS,
+    READ_WITH,
     REFUSED_COMPOSITE,
     REFUSED_TEXT,
     TEXT,
+    Refusal,
 )
-from swift_megatron_grpo.arguments.refused import NOT_YET, NOTED, READ_WITH, Refusal
 from swift_megatron_grpo.generation.vllm.engine_kwargs import REFUSED
 
 PAGE = Path(__file__).parents[1] / "docs" / "limitations.md"

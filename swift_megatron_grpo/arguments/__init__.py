@@ -5,11 +5,10 @@ derived.py         values that follow from the flags of several stages
 to_config.py       convert the arguments into the frozen settings of the stages
 resume.py          find the checkpoint of --resume, and set the flags that load it
 start_up_log.py    the first lines that a run logs
-refused.py         flags of ms-swift that are refused, or change nothing
+refused.py         flags of ms-swift that are refused, or change nothing; types of models that are trained, or refused
 command_line.py    names, types and choices as typed, before the parser: also names of ms-swift 3 and misspelt ones
 environment.py     checks of files, folders, plugins, registries and packages
 models.py          checks of the model's architecture
-model_types.py     the types that are trained, and the reasons why others are not
 
 Tested by tests/unit/arguments.
 """

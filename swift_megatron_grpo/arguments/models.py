@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from swift_megatron_grpo.arguments.derived import DerivedArguments
-from swift_megatron_grpo.arguments.model_types import (
+from swift_megatron_grpo.arguments.refused import (
     COMPOSITE,
     INTERNVL_LANGUAGES,
     REFUSED_COMPOSITE,
     REFUSED_TEXT,
+    STOCK_TRAINER,
     TEXT,
 )
-from swift_megatron_grpo.arguments.refused import STOCK_TRAINER
 from swift_megatron_grpo.generation.protocol.model_identity import language_config, position_identity
 from swift_megatron_grpo.platforms.attention_packages import fault_of_delta_rule, has_flash_attention
 from swift_megatron_grpo.settings.flag import Faults, as_typed, faults_of, raise_faults

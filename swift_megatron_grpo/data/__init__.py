@@ -1,7 +1,6 @@
 """The dataset of prompts.
 
 checks.py        refuse datasets that cannot be trained on, and rows that ms-swift would drop, before a model loads
-columns.py       columns with messages or fields, such as those of verl
 encoded_rows.py  refuse rows that cannot be encoded, images that cannot be trained on, and long prompts
 files.py         files that ms-swift cannot read, with the line that is wrong
 image_formats.py  the ways in which processors cut images, and the tokens that stand for them

@@ -14,7 +14,6 @@ from typing import Any
 
 from swift.dataset import AutoPreprocessor, MessagesPreprocessor, ResponsePreprocessor, RowPreprocessor, loader
 
-from swift_megatron_grpo.data.columns import CONVERSATIONS, TEXTS, column_of_messages, with_fields
 from swift_megatron_grpo.data.files import downloaded, explained, read_file
 from swift_megatron_grpo.data.images import TOOL_ROLES, with_listed_images
 from swift_megatron_grpo.runtime.replaced import replaced
@@ -27,6 +26,9 @@ _RESPONSE_COLUMNS = ("text", "content", "completion")  # ms-swift reads a respon
 _ROW, _SOURCE = "row_of_source", "dataset"  # columns of a loaded row: its number in its file, and the file (ms-swift's)
 _DIFFERING_TYPES = re.compile("features can't be aligned because the key (.+?) of features")  # of datasets
 _SHOWN = 5  # rows that an error names
+# Columns that ms-swift reads as a conversation, and those that it reads as the text of one message.
+CONVERSATIONS = frozenset(name for name, read in MessagesPreprocessor().columns.items() if read == "messages")
+TEXTS = frozenset(name for name, read in ResponsePreprocessor().columns.items() if read == "query")
 
 
 def refuse_rows(dataset: Any, problems: Sequence[tuple[int, str]], fault: str, advice: str) -> None:
@@ -123,7 +125,7 @@ def checked_loading(columns: Mapping[str, str] | None = None) -> Iterator[None]:
 
     A preprocessor that was written for one dataset may filter its rows on purpose: it is only logged how many. The
     rows of others get their number. `columns`: --columns; each of its names must be a column of some dataset, or a
-    field of one (columns.py).
+    field of one.
     """
     preprocess, rename = RowPreprocessor.__call__, RowPreprocessor.safe_rename_columns
     choose = AutoPreprocessor._get_preprocessor
@@ -254,3 +256,40 @@ def _cause(row: dict[str, Any], prompts: Sequence[str], error: Exception | None)
     if roles != contents:
         return f"has {column} without {'content' if roles else 'a role'}"
     return f"has wrong {column} ({type(error).__name__}: {error})"
+
+
+# ---- columns that ms-swift's preprocessors do not read as they are. Rows of verl have both: `prompt` is a list of
+# messages, which ms-swift takes for the text of one, and `reward_model` a dictionary with the `ground_truth`.
+
+
+def column_of_messages(dataset: Any) -> str | None:
+    """Return the one column that holds lists of messages under another name than ms-swift's."""
+    columns = {column.lower(): column for column in dataset.column_names}
+    if len(dataset) == 0 or not columns.keys().isdisjoint(CONVERSATIONS):
+        return None
+    row = dataset[0]
+    found = [column for name, column in columns.items() if name in TEXTS and _are_messages(row[column])]
+    return found[0] if len(found) == 1 else None
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
+
+
+def with_fields(dataset: Any, columns: Mapping[str, str]) -> Any:
+    """Add a column for each field that --columns names with dots, as {"column.field": "name"}; ms-swift renames it."""
+    for path, name in columns.items():
+        column, *fields = path.split(".")
+        if not fields or path in dataset.column_names or column not in dataset.column_names:
+            continue
+        values = [_field(row, fields) for row in dataset[column]]
+        if all(value is None for value in values):
+            raise ValueError(f"--columns: no row of the dataset has {path}; its first {column} is {dataset[0][column]}")
+        dataset = dataset.remove_columns([name] if name in dataset.column_names else []).add_column(path, values)
+    return dataset
+
+
+def _field(value: Any, fields: list[str]) -> Any:
+    for field in fields:
+        value = value.get(field) if isinstance(value, dict) else None
+    return value

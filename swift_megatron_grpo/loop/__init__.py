@@ -9,7 +9,6 @@ weight_sync.py      sends weights to the engine and verifies that it runs them
 training_batches.py its second half: the batches of a rollout, with old and reference log-probs, also from a checkpoint
 samples.py          graded completions as training samples, with the images of their prompts and the trained tokens
 checks/             compare the engine with the trainer
-kl_controller.py    the KL coefficient, fixed or adaptive, and the KL of whole completions
 evaluation.py       evaluates the validation datasets: rewards, pass@k, maj@k
 stages.py           the stages of a run as one dataclass
 assemble.py         builds the stages from the configuration and the loaded models

@@ -28,7 +28,7 @@ from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.step import GRPOLoop
 from swift_megatron_grpo.loop.trace import Trace
 from swift_megatron_grpo.loop.weight_sync import WeightSync
-from swift_megatron_grpo.output.recording.dump import RolloutDump
+from swift_megatron_grpo.output.recording.folder import RolloutDump
 from swift_megatron_grpo.output.recording.folder import Settings as RecordingSettings
 from swift_megatron_grpo.output.recording.reading import EarlierRollouts, RolloutReplay, can_be_used
 from swift_megatron_grpo.output.recording.rows import BadRow, Limits

@@ -12,8 +12,7 @@ from itertools import count
 from typing import Any
 
 from swift_megatron_grpo.generation.interface import Share
-from swift_megatron_grpo.grading.filters import resample
-from swift_megatron_grpo.grading.results import total_rewards
+from swift_megatron_grpo.grading.results import resample, total_rewards
 from swift_megatron_grpo.grading.rewards import call_reward_functions
 from swift_megatron_grpo.loop.rollout_queue import RolloutQueue
 from swift_megatron_grpo.loop.run_ahead import RunAhead

@@ -13,7 +13,7 @@ from swift_megatron_grpo.loop.checks.logprob_check import LogprobCheck
 from swift_megatron_grpo.loop.completion_log import CompletionLog
 from swift_megatron_grpo.loop.trace import Trace
 from swift_megatron_grpo.loop.weight_sync import WeightSync
-from swift_megatron_grpo.output.recording.dump import RolloutDump
+from swift_megatron_grpo.output.recording.folder import RolloutDump
 from swift_megatron_grpo.output.recording.reading import EarlierRollouts, RolloutReplay
 from swift_megatron_grpo.runtime.deadlines.watchdog import Watchdog
 from swift_megatron_grpo.runtime.parallel import Coordinator

@@ -41,7 +41,6 @@ import numpy as np
 from swift_megatron_grpo.data.images import image_digests
 from swift_megatron_grpo.grading.results import add_advantages, outcome_metrics, subtract_kl
 from swift_megatron_grpo.loop.checks.experts import check_reported
-from swift_megatron_grpo.loop.kl_controller import KlController, divergences
 from swift_megatron_grpo.loop.rollouts import Rollouts
 from swift_megatron_grpo.loop.run_ahead import RunAhead
 from swift_megatron_grpo.loop.samples import entropy_threshold, samples_of, select_tokens, without_routing
@@ -51,6 +50,7 @@ from swift_megatron_grpo.loop.training_batches import TrainingBatches
 from swift_megatron_grpo.output.recording.unfinished import UnfinishedRollout, save_unfinished
 from swift_megatron_grpo.settings.config import GRPOConfig
 from swift_megatron_grpo.training.loss import effective_sample_size, make_loss, reads_entropy
+from swift_megatron_grpo.training.loss.kl import KlController, divergences
 from swift_megatron_grpo.training.passes import Output
 from swift_megatron_grpo.types import Graded, Prompt, Sample
 

@@ -27,7 +27,7 @@ from transformers.models.glm4v.modeling_glm4v import Glm4vVisionModel
 from transformers.models.glm4v_moe.configuration_glm4v_moe import Glm4vMoeVisionConfig
 from transformers.models.glm4v_moe.modeling_glm4v_moe import Glm4vMoeVisionModel
 
-from swift_megatron_grpo.arguments.model_types import COMPOSITE
+from swift_megatron_grpo.arguments.refused import COMPOSITE
 from swift_megatron_grpo.training.reference import REFERENCE_ADAPTER
 from tests.support.interpreter import result_of
 

@@ -138,7 +138,7 @@ def test_a_tower_runs_on_a_blank_image_for_text() -> None:
 
 
 def test_the_bridge_names_the_towers_of_every_supported_type() -> None:
-    from swift_megatron_grpo.arguments.model_types import COMPOSITE
+    from swift_megatron_grpo.arguments.refused import COMPOSITE
 
     for meta in MODEL_MAPPING.values():
         if {*meta.model_types} & {*COMPOSITE}:

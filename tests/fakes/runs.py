@@ -18,8 +18,7 @@ from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.grading.rewards import RewardFunctions
 from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.trace import Trace
-from swift_megatron_grpo.output.recording.dump import RolloutDump
-from swift_megatron_grpo.output.recording.folder import Settings
+from swift_megatron_grpo.output.recording.folder import RolloutDump, Settings
 from swift_megatron_grpo.output.recording.reading import EarlierRollouts
 from swift_megatron_grpo.output.recording.rows import Limits
 from swift_megatron_grpo.packing.routing import ExpertLayers

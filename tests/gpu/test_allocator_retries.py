@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swift_megatron_grpo.output.console.allocator import AllocatorRetries
+from swift_megatron_grpo.output.console.callback import AllocatorRetries
 
 pytestmark = pytest.mark.gpu
 GIB = 2**30

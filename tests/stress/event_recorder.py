@@ -19,7 +19,7 @@ import torch
 
 from swift_megatron_grpo.generation.remote.weight_sender import WeightConnection
 from swift_megatron_grpo.output.checkpoints.saving import CheckpointWriter
-from swift_megatron_grpo.output.recording.dump import RolloutDump
+from swift_megatron_grpo.output.recording.folder import RolloutDump
 from swift_megatron_grpo.runtime.deadlines.watchdog import Watchdog
 from swift_megatron_grpo.training.engine import MegatronEngine
 from swift_megatron_grpo.types import Graded, Sample

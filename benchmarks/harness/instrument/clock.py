@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from benchmarks.harness.instrument.vllm_pool import vllm_bytes
-from swift_megatron_grpo.output.console.allocator import retries_so_far
+from swift_megatron_grpo.output.console.callback import retries_so_far
 
 REST = "other"
 

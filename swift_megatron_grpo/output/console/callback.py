@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
@@ -19,7 +20,6 @@ from swift.megatron.pipelines.train import sft
 from swift.utils import JsonlWriter, format_time, get_logger, is_last_rank
 
 from swift_megatron_grpo.output.console import lines
-from swift_megatron_grpo.output.console.allocator import AllocatorRetries
 from swift_megatron_grpo.output.console.stalls import StallWatch
 from swift_megatron_grpo.output.report.completions import read_completions
 from swift_megatron_grpo.output.report.page import FILE, LiveReport
@@ -31,6 +31,8 @@ from swift_megatron_grpo.settings.run import Warnings
 logger = get_logger()
 _CLEAR = "\r\x1b[K"  # the line of a terminal
 _TAIL = 256 * 1024  # bytes of completions.jsonl that are read for one completion
+SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+SEGMENTS = "expandable_segments:True"
 
 
 @contextmanager
@@ -71,6 +73,39 @@ def stall_watch(folder: Path, steps_done: int) -> StallWatch:
         return StallWatch({})
     rows = bisect_right(log.steps, steps_done)
     return StallWatch({name: values[:rows] for name, values in log.values.items()})
+
+
+def retries_so_far() -> int:
+    """Return the number on this GPU since the start of the process, 0 before it uses the GPU."""
+    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
+
+
+class AllocatorRetries:
+    """How often PyTorch's allocator gave its cache back to the GPU, and waited for it, before it found room.
+
+    A run close to the limit of a GPU does so in every step if its micro batches differ in length, without an error.
+    """
+
+    def __init__(self, read: Callable[[], int] = retries_so_far) -> None:
+        self._read, self._seen = read, read()
+        self._logs, self._has_warned = 0, False
+
+    def since_last_log(self) -> int:
+        before, self._seen = self._seen, self._read()
+        return self._seen - before
+
+    def warning(self, retries: int, budget: str) -> str | None:
+        """Warn once, but not of the first step, which allocates all for the first time. `budget`: flag and value."""
+        self._logs += 1
+        if not retries or self._logs == 1 or self._has_warned:
+            return None
+        self._has_warned = True
+        has_segments = any(SEGMENTS in os.environ.get(name, "") for name in SETTINGS)
+        remedy = f"lower {budget}" if has_segments else f"set {SETTINGS[1]}={SEGMENTS}, or lower {budget}"
+        return (
+            f"PyTorch's allocator found no room {retries} times since the last log, gave its cache back to the GPU "
+            f"and waited for it, which makes steps slower: {remedy}"
+        )
 
 
 class RunConsole(MegatronCallback):
@@ -139,7 +174,8 @@ class RunConsole(MegatronCallback):
         logs["train_speed(s/it)"] = round(pace, 6)
         if not self._writes:
             return
-        self._allocator.warn(int(logs["speed/allocator_retries"]), self._budget())
+        if warning := self._allocator.warning(int(logs["speed/allocator_retries"]), self._budget()):
+            logger.warning(warning)
         rounded = {name: round(value, 8) if isinstance(value, float) else value for name, value in logs.items()}
         self._log.append(rounded)
         metrics = {name: value for name, value in rounded.items() if isinstance(value, int | float)}

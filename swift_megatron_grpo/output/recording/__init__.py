@@ -1,8 +1,7 @@
 """Recorded rollouts: a run dumps its rollouts to a folder, and another run replays them instead of generating.
 
-folder.py        the folder: file names, settings.json, and the checks of --rollout_dump and --rollout_replay
+folder.py        the folder: file names, its writer, settings.json, the checks of --rollout_dump and --rollout_replay
 rows.py          one completion with its rewards as one line of JSON with a checksum, and back; checks of its values
-dump.py          writes rollouts (--rollout_dump)
 reading.py       reads rollouts of another run (--rollout_replay), and of an earlier one in the same folder (--resume)
 unfinished.py    the rollout that a checkpoint interrupts between two of its steps, and the logs beyond the checkpoint
 

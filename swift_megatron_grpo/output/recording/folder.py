@@ -1,21 +1,29 @@
-"""The folder of recorded rollouts: settings.json, and one file per rollout (with --dynamic_sample, one per draw)."""
+"""The folder of recorded rollouts: settings.json, and one file per rollout (with --dynamic_sample, one per draw).
+
+Groups are appended to a partial file as they are graded, for a run that is stopped within a rollout.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from swift_megatron_grpo.output.disk.files import checksum, write_durably
-from swift_megatron_grpo.output.recording.rows import BadRow, check_line
+from swift_megatron_grpo.output.disk.full_disk import naming_full_disk
+from swift_megatron_grpo.output.recording.rows import BadRow, Digests, check_line, no_images, to_lines
+from swift_megatron_grpo.types import Graded
 
 FORMAT = 2
 SETTINGS = "settings.json"
 _SHOWN = 3  # flags that differ
+_ADVICE = "free space there, or leave the flag out"
 _FIRST_DRAW = re.compile(r"rollout-(\d+)\.jsonl")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,3 +175,49 @@ def _format_ranges(numbers: Sequence[int]) -> str:
     ends = [n for n in numbers if n + 1 not in numbers]
     ranges = [str(begin) if begin == end else f"{begin} to {end}" for begin, end in zip(begins, ends, strict=True)]
     return ", ".join(ranges) or "none"
+
+
+class RolloutDump:
+    """Writer of --rollout_dump. Every rank has one, but only the one with `writes_here` writes."""
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: Settings,
+        first: int,
+        writes_here: bool,
+        digests: Digests = no_images,
+        flags: Mapping[str, str] | None = None,
+        keeps_later: bool = False,
+    ) -> None:
+        """`first`: the rollout with which this run begins; later ones are removed, unless it `keeps_later` ones."""
+        self._folder, self._digests, self._writes_here = folder, digests, writes_here
+        if writes_here:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not keeps_later:  # the run generates the rollouts from `first` on again
+                later = (number for number in recorded_rollouts(folder) if number >= first)
+                files = [path for number in later for path in draw_paths(folder, number)]
+                for path in (*files, *folder.glob("rollout-*.partial")):
+                    path.unlink()
+            with naming_full_disk(folder, "--rollout_dump", _ADVICE):
+                write_settings(folder, settings, flags or {})
+
+    def write(self, rollout: int, draw: int, graded: Sequence[Graded]) -> None:
+        """Write one file. It gets its final name only once it is complete."""
+        if not self._writes_here:
+            return
+        path = rollout_path(self._folder, rollout, draw)
+        with naming_full_disk(path, "--rollout_dump", _ADVICE):
+            write_durably(path, to_lines(graded, self._digests))
+            partial_path(path).unlink(missing_ok=True)
+
+    def append(self, rollout: int, draw: int, graded: Iterable[Graded]) -> None:
+        """Append whole groups to the partial file. Its loss costs only their generation, so no error ends the run."""
+        if not self._writes_here:
+            return
+        path = partial_path(rollout_path(self._folder, rollout, draw))
+        try:
+            with path.open("a", encoding="utf-8", newline="\n") as file:
+                file.writelines(to_lines(graded, self._digests))
+        except OSError as error:
+            logger.warning(f"--rollout_dump cannot append to {path}: {error}")

@@ -74,9 +74,9 @@ def make_samples(engine: Any, vocab_size: int) -> list[Any]:
 
 def once_per_step(engine: Any, samples: list[Any]) -> dict[str, float]:
     """Select tokens, and return the entropy threshold and the KL of completions, computed as in the loop."""
-    from swift_megatron_grpo.loop.kl_controller import divergences
     from swift_megatron_grpo.loop.samples import entropy_threshold, select_tokens
     from swift_megatron_grpo.runtime.parallel import Coordinator
+    from swift_megatron_grpo.training.loss.kl import divergences
     from swift_megatron_grpo.types import TokenValues
 
     coordinator = Coordinator(timedelta(minutes=1))

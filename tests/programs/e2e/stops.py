@@ -20,7 +20,7 @@ from swift.rewards import ORM, orms
 
 from swift_megatron_grpo.generation.local import engine
 from swift_megatron_grpo.generation.local.engine import GiveUp
-from swift_megatron_grpo.output.recording.dump import RolloutDump
+from swift_megatron_grpo.output.recording.folder import RolloutDump
 from swift_megatron_grpo.training.engine import MegatronEngine
 
 _matched = re.fullmatch(r"step (\d+), rank (\d+), (\w+)", os.environ["STOP"])

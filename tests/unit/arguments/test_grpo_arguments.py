@@ -12,8 +12,7 @@ from swift.model import MODEL_MAPPING
 from swift.rewards import orms
 
 from swift_megatron_grpo.arguments.environment import check_reward_functions, check_weights, create_reward_functions
-from swift_megatron_grpo.arguments.model_types import REFUSED_COMPOSITE, REFUSED_TEXT
-from swift_megatron_grpo.arguments.refused import NOT_YET
+from swift_megatron_grpo.arguments.refused import NOT_YET, REFUSED_COMPOSITE, REFUSED_TEXT
 from tests.forking.client import run_code
 from tests.unit.model_config import QWEN3
 

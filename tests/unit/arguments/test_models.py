@@ -10,15 +10,6 @@ from mcore_bridge.model.constant import MLLMModelType
 from mcore_bridge.model.register import MODEL_MAPPING, get_mcore_model_type
 from transformers import AutoConfig
 
-from swift_megatron_grpo.arguments.model_types import (
-    COMPARED,
-    COMPOSITE,
-    INTERNVL_LANGUAGES,
-    READ_AS,
-    REFUSED_COMPOSITE,
-    REFUSED_TEXT,
-    TEXT,
-)
 from swift_megatron_grpo.arguments.models import (
     check_attention_layers,
     check_composite,
@@ -26,6 +17,15 @@ from swift_megatron_grpo.arguments.models import (
     check_kernels,
     check_sinks,
     check_type,
+)
+from swift_megatron_grpo.arguments.refused import (
+    COMPARED,
+    COMPOSITE,
+    INTERNVL_LANGUAGES,
+    READ_AS,
+    REFUSED_COMPOSITE,
+    REFUSED_TEXT,
+    TEXT,
 )
 from swift_megatron_grpo.cli.tiny_models import TEXT_CONFIGS, TINY
 from swift_megatron_grpo.platforms.attention_packages import fault_of_delta_rule

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_megatron_grpo.grading.filters import has_spread, resample
+from swift_megatron_grpo.grading.results import has_spread, resample
 from swift_megatron_grpo.types import Graded, Prompt, Rollout
 
 

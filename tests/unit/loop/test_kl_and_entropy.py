@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swift_megatron_grpo.grading.results import add_advantages, subtract_kl, total_rewards
-from swift_megatron_grpo.loop.kl_controller import KlController, divergences
 from swift_megatron_grpo.loop.samples import entropy_threshold, select_tokens
 from swift_megatron_grpo.settings.config import GradingConfig
 from swift_megatron_grpo.settings.losses import Kl
-from swift_megatron_grpo.training.loss.kl import ESTIMATORS
+from swift_megatron_grpo.training.loss.kl import ESTIMATORS, KlController, divergences
 from swift_megatron_grpo.types import Prompt, Rollout, Sample, TokenValues
 
 POLICY = {0: TokenValues([-1.0, -2.0], None), 3: TokenValues([-0.5], None), 5: TokenValues([], None)}

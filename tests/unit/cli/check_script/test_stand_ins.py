@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swift_megatron_grpo.arguments.model_types import REFUSED_COMPOSITE
+from swift_megatron_grpo.arguments.refused import REFUSED_COMPOSITE
 from swift_megatron_grpo.cli.check_script.stand_ins import (
     NoStandIn,
     architecture_of,

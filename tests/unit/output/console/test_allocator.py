@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 
-from swift_megatron_grpo.output.console.allocator import SETTINGS, AllocatorRetries
+from swift_megatron_grpo.output.console.callback import SETTINGS, AllocatorRetries
 
 TOKENS = "--max_tokens_per_micro_batch 8192"
 
@@ -17,26 +15,22 @@ def test_retries_are_those_since_the_last_log() -> None:
     assert [retries.since_last_log() for _ in range(3)] == [2, 0, 4]
 
 
-def test_a_run_warns_once_and_not_of_its_first_step(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_warns_once_and_not_of_its_first_step() -> None:
     retries = AllocatorRetries(lambda: 0)
-    with caplog.at_level(logging.WARNING):
-        for number in (7, 0, 4, 2):
-            retries.warn(number, TOKENS)
-    [record] = caplog.records
-    assert "found no room 4 times" in record.message
+    first, second, third, fourth = [retries.warning(number, TOKENS) for number in (7, 0, 4, 2)]
+    assert third is not None and "found no room 4 times" in third
+    assert first is second is fourth is None
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_advice_is_what_is_not_set_yet(
-    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_advice_is_what_is_not_set_yet(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for other in SETTINGS:
         monkeypatch.delenv(other, raising=False)
+    warnings = []
     for value in ("", "max_split_size_mb:512,expandable_segments:True"):
         monkeypatch.setenv(name, value)
         retries = AllocatorRetries(lambda: 0)
-        for number in (0, 1):
-            retries.warn(number, TOKENS)
-    without, with_segments = (record.message for record in caplog.records)
+        warnings.append([retries.warning(number, TOKENS) for number in (0, 1)][-1])
+    without, with_segments = map(str, warnings)
     assert f"set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or lower {TOKENS}" in without
     assert with_segments.endswith(f"slower: lower {TOKENS}")

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift_megatron_grpo.output.recording.dump import RolloutDump
-from swift_megatron_grpo.output.recording.folder import Settings, check_replay, check_rollouts
+from swift_megatron_grpo.output.recording.folder import RolloutDump, Settings, check_replay, check_rollouts
 from swift_megatron_grpo.output.recording.reading import RolloutReplay
 from swift_megatron_grpo.output.recording.rows import BadRow, Limits
 from swift_megatron_grpo.types import Graded, Prompt, Rollout

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from swift_megatron_grpo.output.disk.files import checksum
-from swift_megatron_grpo.output.recording.dump import RolloutDump
-from swift_megatron_grpo.output.recording.folder import check_dump
+from swift_megatron_grpo.output.recording.folder import RolloutDump, check_dump
 from swift_megatron_grpo.output.recording.reading import EarlierRollouts, Recorded, can_be_used
 from tests.unit.output.recording.test_recording import LIMITS, PROMPTS, SETTINGS, completions
 

@@ -14,8 +14,8 @@ import pytest
 
 from swift_megatron_grpo.output.disk.files import checksum
 from swift_megatron_grpo.output.disk.full_disk import NoSpace
-from swift_megatron_grpo.output.recording.dump import RolloutDump
 from swift_megatron_grpo.output.recording.folder import (
+    RolloutDump,
     Settings,
     check_dump,
     check_replay,
