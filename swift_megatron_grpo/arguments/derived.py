@@ -104,10 +104,7 @@ class DerivedArguments(AddedFlags):
 
     @property
     def experts_in_order(self) -> bool:
-        """True if Megatron's buffers have the weights of experts in their order (training/moe/grouped_experts.py).
-
-        It is the same on all ranks, also in a pipeline stage without experts.
-        """
+        """True if Megatron's buffers, of all ranks, have experts' weights in their order (moe/grouped_experts.py)."""
         return bool(self.fast_kernels and self.model_shape.experts)
 
     @property

@@ -135,10 +135,7 @@ def check_reward_registry(args: DerivedArguments) -> None:
 
 
 def check_reward_functions(names: Sequence[Any], known: Mapping[str, Any]) -> None:
-    """Check --reward_funcs; callables, which a script may pass, need no registry.
-
-    ms-swift calls a registered entry with `args` to create the function, so it must be a class.
-    """
+    """Check --reward_funcs: a registered entry must be a class, and callables of a script need no registry."""
     if not names:
         choices = ", ".join(sorted(known))
         raise ValueError(f"no reward function is set; use --reward_funcs with one or more of {choices}")

@@ -1,7 +1,4 @@
-"""The arguments class that ms-swift parses `megatron rlhf --rlhf_type grpo` into: checks, and overrides of ms-swift.
-
-It detects every fault that can be detected before a process group exists, a model is loaded or a file is written.
-"""
+"""The arguments class that ms-swift parses `megatron rlhf --rlhf_type grpo` into: checks, and overrides of ms-swift."""
 
 from __future__ import annotations
 
@@ -206,10 +203,7 @@ class GRPOArguments(DerivedArguments):
             self.check_replay_reach(rollouts_done=0)
 
     def _set_evaluation_rounds(self, val_dataset: Any, typed: int) -> None:
-        """Set the number of rounds of an evaluation: of all prompts, unless --eval_iters sets a number of steps.
-
-        ms-swift's number leaves the last prompts out, and all of a small dataset.
-        """
+        """Set the rounds of an evaluation: of all prompts, where ms-swift leaves the last out, or of --eval_iters."""
         sizes = [len(rows) for rows in rows_by_name(val_dataset, self.evaluation_names).values()]
         self.most_evaluated = max(0, typed) * self.batch_sizes().train_prompts
         self.eval_iters = rounds_of(sizes, self.most_evaluated, self.evaluated_at_once)

@@ -79,10 +79,7 @@ def check_type(model: str, config: Mapping[str, Any], is_multimodal: bool) -> No
 
 
 def check_composite(model: str, config: Mapping[str, Any], frozen: tuple[bool, bool, bool]) -> None:
-    """Refuse a composite model with nothing to train, or with another language model than a test has trained.
-
-    `frozen`: --freeze_llm, --freeze_vit, --freeze_aligner.
-    """
+    """Refuse a composite model with nothing to train, or with another language model than a test has trained."""
     if all(frozen):
         raise ValueError(
             "--freeze_llm true, --freeze_vit true and --freeze_aligner true leave nothing to train; set one of them to "

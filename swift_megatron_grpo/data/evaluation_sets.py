@@ -1,7 +1,4 @@
-"""The validation datasets of a run and their names.
-
-ms-swift concatenates datasets, and leaves in every row the path or the hub id that the row comes from.
-"""
+"""The validation datasets of a run and their names; ms-swift leaves in every row the path or hub id it comes from."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The ways in which the processors of models cut images, and the tokens that stand for them.
-
-What inference engines do with an image follows from its size alone, so prompts are laid out before decoding.
-"""
+"""The ways in which processors cut images, and the tokens that stand for them: both follow from an image's size."""
 
 from __future__ import annotations
 

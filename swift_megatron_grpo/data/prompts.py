@@ -1,7 +1,4 @@
-"""Prompts in an order that depends only on the seed, not on the layout or on batch sizes.
-
-A resumed run therefore continues with the prompt at which the first run stopped.
-"""
+"""Prompts in an order that depends only on the seed, not on layout or batch sizes, so that a resumed run continues."""
 
 from __future__ import annotations
 

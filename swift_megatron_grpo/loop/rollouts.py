@@ -1,7 +1,4 @@
-"""Rollouts, from prompts to graded completions.
-
-prompts -> generation (rollout_queue.py) -> rewards, by all ranks -> other prompts for groups of equal rewards
-"""
+"""Rollouts, from prompts to graded completions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Images of one micro batch: the tokens that stand for them, and the positions of all tokens.
-
-n: packed tokens, padding included.
-"""
+"""Images of a micro batch of n packed tokens: the tokens that stand for them, and the positions of all tokens."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Assigns completions to data-parallel ranks and micro batches.
-
-Pure Python and deterministic: every rank computes the same plan, without communication.
-"""
+"""Assigns completions to data-parallel ranks and micro batches: every rank computes the same plan."""
 
 from __future__ import annotations
 

@@ -54,10 +54,7 @@ class RankPosition:
 
 
 class Coordinator:
-    """Exchange Python objects between ranks over gloo, so that a slow rollout cannot trip NCCL's watchdog.
-
-    The GPU is not involved.
-    """
+    """Exchange Python objects between ranks over gloo, so that a slow rollout cannot trip NCCL's watchdog."""
 
     def __init__(self, timeout: timedelta) -> None:
         self.rank = dist.get_rank()

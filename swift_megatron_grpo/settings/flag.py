@@ -102,10 +102,7 @@ class Flags:
 
     @classmethod
     def of(cls, values: Mapping[str, Any], **derived: Any) -> Self:
-        """Select the flags of this class from all flags, by name; a field may be the class of another stage.
-
-        `derived`: the fields that are not flags.
-        """
+        """Select the flags of this class from all, by name, also those of a field's class. `derived`: other fields."""
         kinds = {name: kind for name, kind in _read(cls).hints.items() if name not in derived}
         flags = {name: kind.of(values) if is_group(kind) else values[name] for name, kind in kinds.items()}
         return cls(**flags, **derived)

@@ -116,10 +116,7 @@ class Facts:
 
 
 def parse_stages(layout: str) -> tuple[str, ...]:
-    """Return the parts of each stage of --pipeline_model_parallel_layout: one letter each, t for a layer.
-
-    With a virtual pipeline every rank has several stages.
-    """
+    """Return the parts of every stage of --pipeline_model_parallel_layout: one letter each, t for a layer."""
     for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         layout = re.sub(repeated, lambda match: match[1] * int(match[2]), layout.replace(",", ""))
     return tuple(layout.split("|"))

@@ -271,10 +271,7 @@ def _vllm_problem(layout: Layout, model: ModelShape) -> str | None:
 
 
 def faults_of_interleaving(layout: Layout, micro_batches: int | None) -> Faults:
-    """Yield why the schedule cannot work.
-
-    `micro_batches`: their number in one optimizer step on each data-parallel rank; None: a token budget sets it.
-    """
+    """Yield why the schedule cannot work. `micro_batches`: of a step and rank; None: a token budget sets them."""
     stages, group = layout.pipeline_model_parallel_size, layout.microbatch_group_size_per_vp_stage
     virtual = layout.virtual_pipeline_model_parallel_size
     size = group or stages

@@ -13,11 +13,7 @@ TYPES = ("default", "linear", "llama3", "yarn")  # that do not depend on the len
 
 
 class Positions(Flags):
-    """Scaling of positions, for trainer and vLLM alike.
-
-    ms-swift changes the config from which the trainer's model is built. vLLM reads config.json, so it gets the same
-    values as overrides.
-    """
+    """Scaling of positions: ms-swift changes the trainer's config, and vLLM gets the same values as overrides."""
 
     rope_scaling: Any  # JSON or only a type; a mapping once ms-swift has resolved it
     max_model_len: int | None

@@ -1,8 +1,4 @@
-"""The trainer class that ms-swift builds for `--rlhf_type grpo`.
-
-It assembles the stages and delegates every step to loop/step.py. Models, optimizer, schedule, checkpoints and
-callbacks belong to its parent class.
-"""
+"""The trainer class that ms-swift builds for `--rlhf_type grpo`: builds the stages, and delegates to loop/step.py."""
 
 from __future__ import annotations
 
@@ -204,10 +200,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
                 self.remote.shutdown()  # servers keep running, but cancel the requests of this run
 
     def _generate_only(self, train_dataset: Any) -> None:
-        """Generate as many rollouts as training would use.
-
-        Iterations are counted for callbacks; no checkpoint is saved because weights do not change.
-        """
+        """Generate as many rollouts as training would use, counted as iterations for callbacks."""
         self.setup_training(train_dataset, None)
         while self.state.iteration < self.args.train_iters:
             metrics = self.loop.generate_only()
@@ -237,10 +230,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         return [_tensors(metrics)], grad_norm, True
 
     def _end_early(self) -> None:
-        """Save what was trained, after a failure that all ranks have in common. Raise StoppedBySignal after a signal.
-
-        All ranks are at the same point and can still communicate.
-        """
+        """Save what was trained, after a failure that all ranks share. Raise StoppedBySignal after a signal."""
         if not self._is_set_up:  # no step has begun
             return
         folder = self._save_last_step()

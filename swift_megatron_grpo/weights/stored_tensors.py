@@ -1,7 +1,4 @@
-"""Shapes and sizes of the tensors in a checkpoint of transformers, from the headers of its files.
-
-safetensors itself opens every tensor to return its shape, and returns no size.
-"""
+"""Shapes and sizes of a checkpoint's tensors, from the headers of its files: safetensors returns no sizes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Checks of the completions that a server sends: values that no engine of this run can have generated.
-
-A server with broken memory, another tokenizer or another program on its port would otherwise change the training
-without an error.
-"""
+"""Checks of the completions that a server sends: values that no engine of this run can have generated."""
 
 from __future__ import annotations
 

@@ -194,10 +194,7 @@ class RemoteGeneration:
             self._dispatcher.admit(url, status.max_num_seqs + max(status.max_num_seqs // 8, 1))
 
     def _start(self) -> None:
-        """Send requests in batches to the slots that older generations leave free.
-
-        One with images is sent alone, because the server may need these again.
-        """
+        """Send requests to the slots that older generations leave free, in batches but for those with images."""
         self._older = [generation for generation in self._older if generation.is_running]
         if any(generation.has_waiting for generation in self._older):
             return

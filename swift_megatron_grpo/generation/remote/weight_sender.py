@@ -1,7 +1,4 @@
-"""Sending of trained weights to rollout servers, in buckets; the next bucket is exported while one is sent.
-
-Each server has its own connection with its own thread, so that a slow or dead server does not delay the others.
-"""
+"""Sends trained weights in buckets, by a thread for each server; the next bucket is exported while one is sent."""
 
 from __future__ import annotations
 

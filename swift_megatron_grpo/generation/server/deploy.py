@@ -1,7 +1,4 @@
-"""`swift rollout` as a server for this package's trainer: its processes, its web server, and ms-swift's own routes.
-
-ms-swift's routes are unchanged, and the gate checks their API key. routes.py adds those for this package's trainer.
-"""
+"""`swift rollout` for this package's trainer: its processes, its web server, and ms-swift's routes behind the gate."""
 
 from __future__ import annotations
 

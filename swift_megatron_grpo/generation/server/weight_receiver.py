@@ -1,7 +1,4 @@
-"""Extension of vLLM's workers, which may run in separate processes: receives weights and loads them.
-
-vLLM imports this module by its dotted path before it loads the model, and adds the class to the bases of its worker.
-"""
+"""Extension of vLLM's workers, to whose bases vLLM adds it by its dotted path: receives weights and loads them."""
 
 from __future__ import annotations
 

@@ -91,10 +91,7 @@ _LOAD_FORMATS = ("auto", "safetensors", "hf", "pt", "npcache", "dummy", "runai_s
 def passed_on(
     settings: Mapping[str, Any], adapter_only: bool, flags: Mapping[str, Any], refused: Mapping[str, str] = REFUSED
 ) -> dict[str, Any]:
-    """Return the settings without those that an engine has anyway. Raise ValueError for others that are refused.
-
-    `adapter_only`: the run sends only its adapter. `flags`: the values of all flags.
-    """
+    """Return the settings without those that an engine has anyway. Raise ValueError for others that are refused."""
     refusable = [name for name in settings if _family(name, refused) is not None]
     kept = {n: value for n, value in settings.items() if n not in refusable or not _runs(n, value, flags)}
     problems = [f"--{FLAG}: {problem}" for problem in _problems(kept, adapter_only, refused)]

@@ -1,8 +1,4 @@
-"""The manifest of a checkpoint: manifest.json, written last, so a checkpoint without one is incomplete.
-
-It holds every file with its size and checksum, and the identities of model, tokenizer and dataset, which this module
-also computes and compares.
-"""
+"""manifest.json of a checkpoint, written last: its files with sizes and checksums, its model, tokenizer and dataset."""
 
 from __future__ import annotations
 

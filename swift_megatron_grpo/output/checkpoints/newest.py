@@ -1,7 +1,4 @@
-"""Find the checkpoint that a run continues from (--resume): the newest whole one of an output folder, or a given one.
-
-Every rank looks on its own, before a process group exists. On a shared file system all ranks find the same one.
-"""
+"""Find the checkpoint that a run continues from (--resume): the newest whole one of a folder, or a given one."""
 
 from __future__ import annotations
 

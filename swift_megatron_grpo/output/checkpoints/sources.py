@@ -1,7 +1,4 @@
-"""The checkpoints that a run loads: which of their files it reads, what is wrong with them, and what to use instead.
-
-The quick checks run before ms-swift reads any file. Then every rank verifies a part of the files.
-"""
+"""The checkpoints that a run loads: what it reads of them, what is wrong with them, and what to use instead."""
 
 from __future__ import annotations
 

@@ -119,10 +119,7 @@ def check_replay(folder: Path, settings: Settings) -> None:
 def check_rollouts(
     folder: Path, first: int, rollouts: int, steps_per_rollout: int, share: tuple[int, int] = (0, 1)
 ) -> None:
-    """Raise ValueError unless the folder has rollouts `first` to `first + rollouts - 1`, and their lines are intact.
-
-    `share`: this rank's number and the number of ranks, each of which reads a part of the files.
-    """
+    """Raise ValueError unless it has these rollouts, with intact lines; each rank reads its `share` of the files."""
     recorded = recorded_rollouts(folder)
     missing = next((number for number in range(first, first + rollouts) if number not in recorded), None)
     if missing is not None:

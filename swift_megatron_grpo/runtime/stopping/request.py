@@ -1,7 +1,4 @@
-"""The request to stop a run: received by any rank, known to all within a second; all act on it at the same place.
-
-The last line of a stopped run states what was saved and how to continue.
-"""
+"""The request to stop a run: received by any rank, known to all within a second; all act on it at the same place."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The two functions of softmax.py that touch logits, as Triton kernels: one reads the logits once, one overwrites them.
-
-softmax.py has the formulas. Imported on CUDA only.
-"""
+"""The two functions of softmax.py that touch logits, as Triton kernels (CUDA only): each goes over them once."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Averages values per token to the micro batch's share of one number for the whole step.
-
-Shares of all micro batches and ranks add up, because the divisors are counts of the step.
-"""
+"""Averages values per token to the micro batch's share of one number for the whole step."""
 
 from __future__ import annotations
 
@@ -27,10 +24,7 @@ def over_tokens(per_token: torch.Tensor, rows: Rows, batch: MicroBatch, config: 
 
 
 def over_budget(per_token: torch.Tensor, rows: Rows, batch: MicroBatch, config: LossConfig) -> torch.Tensor:
-    """Compute 1/(S L) sum_s sum_t x_t with L = --max_completion_length. Dr. GRPO, https://arxiv.org/abs/2503.20783.
-
-    The weight of a token does not depend on the length of its completion.
-    """
+    """Compute 1/(S L) sum_s sum_t x_t with L = --max_completion_length. Dr. GRPO, https://arxiv.org/abs/2503.20783."""
     return per_token.sum() / (max(batch.step.loss_sequences, 1) * config.max_completion_length)
 
 

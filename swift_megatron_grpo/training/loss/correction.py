@@ -56,10 +56,7 @@ def near_policy(terms: Terms, delta: float) -> torch.Tensor:
 
 @torch.no_grad()
 def mismatch_metrics(terms: Terms) -> Metrics:
-    """Compute the distance of the trainer's policy at generation to the inference engine's, under ms-swift's names.
-
-    All are means over the step, not means of micro batch means, so they do not depend on how completions were packed.
-    """
+    """Compute the distance of the trainer's policy at generation to the inference engine's, under ms-swift's names."""
     batch = terms.batch
     rows = terms.rows
     rollout = batch.rollout_logprobs

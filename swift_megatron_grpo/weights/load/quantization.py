@@ -85,10 +85,7 @@ def mismatch(here: Quantization, there: str) -> str | None:
 
 
 def start_up_notes(quantization: Quantization, correction: str | None, splits_experts: bool) -> list[str]:
-    """Return notes for the start-up log.
-
-    `correction`: --rollout_importance_sampling_mode. `splits_experts`: several GPUs share an engine and its experts.
-    """
+    """Return notes. `correction`: --rollout_importance_sampling_mode. `splits_experts`: an engine has several GPUs."""
     if quantization == "none":
         return []
     flag = f"--rollout_quantization {quantization}"
