@@ -128,10 +128,9 @@ def _colocated_engine(model: str, job: GenerationJob) -> Any:
     from swift_megatron_grpo.settings.config import VllmConfig
 
     config = VllmConfig(
-        model_dir=model, model_type="qwen3", dtype=getattr(torch, job.dtype), tensor_parallel_size=1,
-        gpu_memory_utilization=job.memory_share, max_model_len=job.max_model_len, max_num_seqs=job.max_num_seqs,
-        enforce_eager=job.eager, enable_prefix_caching=True, disable_cascade_attn=False, limit_mm_per_prompt=None,
-        mm_processor_cache_gb=None, engine_kwargs={}, sleep_level=0, seed=1,
+        model_dir=model, model_type="qwen3", torch_dtype=getattr(torch, job.dtype), seed=1, vllm_mode="colocate",
+        vllm_gpu_memory_utilization=job.memory_share, vllm_max_model_len=job.max_model_len,
+        vllm_max_num_seqs=job.max_num_seqs, vllm_enforce_eager=job.eager, vllm_engine_kwargs={},
     )  # fmt: skip
     template = get_template(get_processor(model, model_type="qwen3"), template_type="qwen3")
     return LocalVllm(config, template, StopRequest(Coordinator(timedelta(seconds=60)), grace=120.0))

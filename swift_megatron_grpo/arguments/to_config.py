@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
 
@@ -25,17 +24,13 @@ def configure(args: GRPOArguments) -> config.GRPOConfig:
         vars(args),
         batch=plan,
         sampling=args.of(Sampling).settings(),
-        vllm=_vllm(args, plan),
+        engine=_engine(args, plan),
         server=configure_server(args),
         turns=None if turns is None else config.MultiTurnConfig(turns, args.max_turns, args.gym_env),
-        grading=config.GradingConfig(
-            num_generations=args.num_generations,
+        grading=config.GradingConfig.of(
+            vars(args),
             reward_names=args.reward_names,
             reward_weights=tuple(map(float, args.reward_weights or [1.0] * len(args.reward_names))),
-            scale_rewards=args.scale_rewards,
-            bad_reward=args.bad_reward,
-            estimator=args.advantage_estimator,
-            overlong_filter=args.overlong_filter,
             max_resample_times=args.max_resample_times if args.dynamic_sample else 0,
         ),
         evaluation=config.EvaluationConfig(
@@ -71,43 +66,27 @@ def _saved_parts(args: GRPOArguments) -> config.SavedParts:
     )
 
 
-def _vllm(args: GRPOArguments, plan: batches.BatchSizes) -> config.VllmConfig:
+def _engine(args: GRPOArguments, plan: batches.BatchSizes) -> config.VllmConfig:
     completions_per_engine = -(-plan.generation_batch_size // plan.layout.world_size) * args.vllm_tensor_parallel_size
     media = {"image": args.most_images, "video": 0}  # vLLM builds no vision tower without images
-    return config.VllmConfig(
-        model_dir=args.model_dir,
-        model_type=args.model_type,
-        dtype=args.torch_dtype,
-        tensor_parallel_size=args.vllm_tensor_parallel_size,
-        gpu_memory_utilization=args.vllm_gpu_memory_utilization,
-        max_model_len=args.vllm_max_model_len,
-        max_num_seqs=args.vllm_max_num_seqs or completions_per_engine,
-        enforce_eager=args.vllm_enforce_eager,
-        enable_prefix_caching=args.vllm_enable_prefix_caching,
-        disable_cascade_attn=args.vllm_disable_cascade_attn,
-        limit_mm_per_prompt=args.vllm_limit_mm_per_prompt or (media if args.is_multimodal else None),
-        mm_processor_cache_gb=args.vllm_mm_processor_cache_gb,
-        engine_kwargs=args.vllm_engine_kwargs or {},
-        sleep_level=args.sleep_level,
-        seed=args.seed,
+    return config.VllmConfig.of(
+        vars(args),
+        vllm_max_num_seqs=args.vllm_max_num_seqs or completions_per_engine,
+        vllm_limit_mm_per_prompt=args.vllm_limit_mm_per_prompt or (media if args.is_multimodal else None),
+        vllm_engine_kwargs=args.vllm_engine_kwargs or {},
         lora_rank=args.of(adapter.Adapter).slot,
         hf_overrides=args.of(positions.Positions).overrides(args.model_config),
         returns_experts=args.of(routing.Routing).requested(1) > 0,
-        quantization=args.rollout_quantization,
         has_experts=args.model_shape.experts is not None,
     )
-
-
-def _positions(args: GRPOArguments) -> dict[str, Any]:
-    overrides = args.of(positions.Positions).overrides(args.model_config)
-    return position_identity({**args.model_config, **overrides})
 
 
 def configure_server(args: GRPOArguments) -> config.ServerConfig | None:
     """Return the settings of the rollout servers; None: vLLM runs in the training processes."""
     if not args.uses_servers:
         return None
-    servers = args.of(Servers)
+    servers, moved = args.of(Servers), args.of(positions.Positions).overrides(args.model_config)
+    place = position_identity({**args.model_config, **moved})
     return config.ServerConfig(
         urls=servers.urls,
         group_ports=servers.group_ports,
@@ -116,7 +95,7 @@ def configure_server(args: GRPOArguments) -> config.ServerConfig | None:
         api_key=read_api_key(os.environ),
         bucket_bytes=int(os.environ.get(_BUCKET_VARIABLE, 512)) * 2**20,
         needed_length=(args.max_length or 1) + args.longest_completion,
-        model=model_identity(args.model_config) | _positions(args) | precision_identity(args.torch_dtype),
+        model=model_identity(args.model_config) | place | precision_identity(args.torch_dtype),
         lora_rank=args.lora_rank if args.vllm_enable_lora else None,
         turns=servers.turns,
         images=args.most_images,

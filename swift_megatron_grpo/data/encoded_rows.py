@@ -227,10 +227,7 @@ def _encode(
 
 
 def _most_tokens(row: dict[str, Any]) -> int | None:
-    """Return a limit on the tokens of a prompt that any template can encode; None if only encoding it can tell.
-
-    A token stands for at least one byte. So most rows of a large dataset need not be encoded.
-    """
+    """Return a limit on a prompt's tokens, of at least one byte each; None if only encoding it can tell."""
     messages = row["messages"]
     turns = messages[1:] if messages[0]["role"] == "system" else messages
     alternates = all(message["role"] == ("user", "assistant")[place % 2] for place, message in enumerate(turns))

@@ -1,8 +1,4 @@
-"""Files of datasets: which ones ms-swift has a reader for, and why it could not read one.
-
-ms-swift's own errors name neither the file nor the line. A file is searched for its fault only after it could not be
-read, because it may be large.
-"""
+"""Files of datasets: which ones ms-swift has a reader for, and, once it has failed, why it could not read one."""
 
 from __future__ import annotations
 

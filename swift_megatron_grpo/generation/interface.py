@@ -56,10 +56,7 @@ class Generation(Protocol):
         """True while this rank's engine is busy with these requests."""
 
     def next(self, newest: int) -> Progress:
-        """Wait for progress; call again until all requests are finished.
-
-        `newest`: the version of the trainer's weights, which may be newer than those the generation started with.
-        """
+        """Wait for progress; call again until all are finished. `newest`: the version of the trainer's weights."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,10 +31,7 @@ class BadReward(RuntimeError):
 
 
 def total_rewards(rollouts: Sequence[Rollout], scores: Scores, config: GradingConfig) -> list[Graded]:
-    """Return the completions with their total rewards; their advantages are still 0.
-
-    A completion without a valid reward raises BadReward with `--bad_reward stop`, and otherwise gets the reward None.
-    """
+    """Return completions with total rewards; None or, with --bad_reward stop, BadReward for one without a valid one."""
     rewards = [total_reward(row, config.reward_weights) for row in scores]
     graded = [
         Graded(rollout, row, reward, advantage=0.0)
@@ -62,7 +59,7 @@ def add_advantages(graded: Sequence[Graded], config: GradingConfig) -> list[Grad
         scores = [completion.rewards for completion in graded]
         advantages = gdpo_advantages(scores, rewards, config.reward_weights, config.num_generations)
     else:
-        advantages = group_advantages(rewards, config.num_generations, config.scale_rewards, config.estimator)
+        advantages = group_advantages(rewards, config.num_generations, config.scale_rewards, config.advantage_estimator)
     return [replace(completion, advantage=advantage) for completion, advantage in zip(graded, advantages, strict=True)]
 
 

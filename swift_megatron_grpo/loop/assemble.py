@@ -166,13 +166,13 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, fi
     canary = build_canary(
         run.template.tokenizer,
         run.image_reader,
-        longest=config.vllm.max_model_len if config.server is None else config.server.least_length,
+        longest=config.engine.vllm_max_model_len if config.server is None else config.server.least_length,
         trained_models=models.wrapped,
         coordinator=run.coordinator,
     )
     sync = None
     if generation is not None:
-        adapter_only = (config.vllm if config.server is None else config.server).lora_rank is not None
+        adapter_only = (config.engine if config.server is None else config.server).lora_rank is not None
         towers = vision_tower_prefixes(models.unwrapped[0].config)
         held = bool(towers) and any(run.coordinator.all_gather(generation.has_vision_tower))
         export = WeightExport(models.bridge, models.unwrapped, adapter_only, left_out=() if held else towers)
@@ -306,13 +306,13 @@ def _limits(config: GRPOConfig, run: RunInputs) -> Limits:
 
 
 def _start_vllm(config: GRPOConfig, run: RunInputs, residency: Residency) -> GenerationEngine:
-    needed = memory_to_start(config.vllm)
+    needed = memory_to_start(config.engine)
     residency.make_room(needed)
     residency.for_generation(needed)
     if config.turns is None:
-        generation: GenerationEngine = LocalVllm(config.vllm, run.template, run.stop)
+        generation: GenerationEngine = LocalVllm(config.engine, run.template, run.stop)
     else:
-        generation = MultiTurnVllm(config.vllm, config.turns, run.template, run.stop)
+        generation = MultiTurnVllm(config.engine, config.turns, run.template, run.stop)
     generation.sleep()
     residency.restore()
     return generation

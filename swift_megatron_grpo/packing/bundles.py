@@ -65,10 +65,7 @@ def plan_within(
     micro_batch_multiple: int,
     share_from: float | None,
 ) -> StepPlan:
-    """Plan micro batches of at most `budget` tokens.
-
-    The samples of `groups` share their prompt if that saves `share_from` of the work; None: prompts are repeated.
-    """
+    """Plan micro batches of at most `budget` tokens; groups share prompts if that saves `share_from` of the work."""
     if share_from is not None and groups:
         check_samples(work.lengths, ranks, micro_batch_multiple)
         shared = plan_with_shared_prompts(work, groups, ranks, room_of(budget, align), micro_batch_multiple)

@@ -38,10 +38,7 @@ NAMES = [gpu.name for gpu in _GPUS]
 
 
 def find_gpu(text: str) -> Gpu:
-    """Return the GPU of a name such as H100-80G, h100, or what CUDA reports. Raises ValueError for others.
-
-    A name without a size is that of the first GPU of its model in the list, which has the least memory.
-    """
+    """Return the GPU of a name such as H100-80G, h100 (its first in the list), or what CUDA reports."""
     wanted = re.sub(r"[\W_]", "", text.upper())
     for gpu in _GPUS:
         if gpu.name.replace("-", "") == wanted:

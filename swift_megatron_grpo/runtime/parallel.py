@@ -79,10 +79,7 @@ class Coordinator:
         return {index: value for part in self.all_gather(local) for index, value in part.items()}
 
     def all_gather_or_raise(self, work: Callable[[], T], task: str) -> list[T]:
-        """Run `work` on every rank and exchange the results; if it failed on any rank, raise on all of them.
-
-        `task` names the work in the error. A rank on which it failed raises its own exception.
-        """
+        """Run `work` on every rank and exchange the results; if `task` failed on any rank, raise on all of them."""
         content, error = b"", None
         try:
             content = pickle.dumps(work())  # here, because no rank may fail in the exchange

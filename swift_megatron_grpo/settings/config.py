@@ -12,6 +12,7 @@ from swift_megatron_grpo.settings.adapter import Adapter
 from swift_megatron_grpo.settings.recording import CompletionLogging, Recording
 from swift_megatron_grpo.settings.reference import Reference
 from swift_megatron_grpo.settings.routing import Routing
+from swift_megatron_grpo.settings.servers import Engine, RemoteTurnsConfig
 from swift_megatron_grpo.types import Quantization
 
 BadRewardPolicy = Literal["stop", "drop"]
@@ -33,38 +34,20 @@ class SamplingConfig:
     logprobs: bool = True  # completions come with the log-probs of their tokens
 
 
-@dataclass(frozen=True, slots=True)
-class VllmConfig:
+class VllmConfig(Engine):
+    """The flags of the engine, complete, and what else vLLM in the training processes depends on."""
+
     model_dir: str
     model_type: str
-    dtype: torch.dtype
-    tensor_parallel_size: int
-    gpu_memory_utilization: float
-    max_model_len: int | None
-    max_num_seqs: int
-    enforce_eager: bool
-    enable_prefix_caching: bool
-    disable_cascade_attn: bool
-    limit_mm_per_prompt: dict[str, int] | None
-    mm_processor_cache_gb: float | None
-    engine_kwargs: dict[str, Any]
-    sleep_level: int
+    torch_dtype: torch.dtype
     seed: int
+    vllm_max_num_seqs: int
+    vllm_engine_kwargs: dict[str, Any]
+    rollout_quantization: Quantization = "none"
     lora_rank: int | None = None  # rank of the adapter slot; None: adapters are merged into the weights
     hf_overrides: dict[str, Any] = field(default_factory=dict)  # values of config.json that this run changes
     returns_experts: bool = False  # the engine reports which experts its routers choose
-    quantization: Quantization = "none"
     has_experts: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteTurnsConfig:
-    """Requirements of this run on conversations that servers conduct. None: the server's setting applies."""
-
-    requested_by: str | None  # flags that request several turns, as typed; None: there is no reward function
-    scheduler: str | None = None
-    max_turns: int | None = None
-    gym_env: str | None = None
 
 
 CANARY_TOKENS = 128  # at most, of the text that verifies weight syncs
@@ -103,14 +86,13 @@ class MultiTurnConfig:
     gym_env: str | None  # key of swift.rollout.envs, for rows that name no environment
 
 
-@dataclass(frozen=True, slots=True)
-class GradingConfig:
+class GradingConfig(flag.Flags):
     num_generations: int
     reward_names: tuple[str, ...]  # those of --reward_funcs, each of them once
     reward_weights: tuple[float, ...]  # one per reward function
     scale_rewards: algorithm.ScaleRewards
     bad_reward: BadRewardPolicy
-    estimator: str = "grpo"
+    advantage_estimator: str = "grpo"
     overlong_filter: bool = False  # truncated completions count in baselines but are not trained
     max_resample_times: int = 0  # rounds that replace groups of equal rewards; 0: --dynamic_sample is off
 
@@ -156,7 +138,7 @@ class GRPOConfig(flag.Flags):
     routing: Routing
     batch: batches.BatchSizes
     sampling: SamplingConfig
-    vllm: VllmConfig
+    engine: VllmConfig
     server: ServerConfig | None  # None: vLLM runs in the training processes
     grading: GradingConfig
     evaluation: EvaluationConfig

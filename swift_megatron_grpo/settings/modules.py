@@ -1,7 +1,4 @@
-"""The modules that Megatron builds for a language model: known from its config.json, before it is built.
-
-The list is what any model with such a config may have, so a name that is not in it matches nothing.
-"""
+"""The modules that Megatron may build for a language model: known from its config.json, before it is built."""
 
 from __future__ import annotations
 

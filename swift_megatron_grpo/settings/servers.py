@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from swift_megatron_grpo.settings.config import RemoteTurnsConfig
 from swift_megatron_grpo.settings.flag import Above, AtLeast, Faults, Flags, Range, flag, rule
 from swift_megatron_grpo.settings.layout import DataShape
 
 DEFAULT_PORT = 8000
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteTurnsConfig:
+    """Requirements of this run on conversations that servers conduct. None: the server's setting applies."""
+
+    requested_by: str | None  # flags that request several turns, as typed; None: there is no reward function
+    scheduler: str | None = None
+    max_turns: int | None = None
+    gym_env: str | None = None
 
 
 class Servers(Flags):

@@ -59,7 +59,7 @@ def start(args: grpo_arguments.GRPOArguments, template: Template) -> Start:
         args.set_grading_of_servers(any(environments_grade))
     settings = to_config.configure(args)
     if servers is None and settings.recording.replay is None:
-        check_engine_settings(settings.vllm)
+        check_engine_settings(settings.engine)
     if args.of(Rewards).by_environment:
         functions = [*functions, gym_reward]
     rewards = RewardFunctions(settings.grading.reward_names, functions)

@@ -25,7 +25,8 @@ from swift_megatron_grpo.generation.protocol.messages import RUN_IDLE_SECONDS, R
 from swift_megatron_grpo.generation.protocol.model_identity import model_identity, read_model_config
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
 from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
-from swift_megatron_grpo.settings.config import RemoteTurnsConfig, SamplingConfig, ServerConfig
+from swift_megatron_grpo.settings.config import SamplingConfig, ServerConfig
+from swift_megatron_grpo.settings.servers import RemoteTurnsConfig
 from swift_megatron_grpo.types import Prompt, Rollout
 from tests.forking.client import free_port, run_python
 from tests.forking.programs import script_of_swift

@@ -22,7 +22,8 @@ from swift_megatron_grpo.generation.protocol.messages import Completion, Routes
 from swift_megatron_grpo.generation.protocol.model_identity import model_identity, read_model_config
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
 from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
-from swift_megatron_grpo.settings.config import RemoteTurnsConfig, ServerConfig
+from swift_megatron_grpo.settings.config import ServerConfig
+from swift_megatron_grpo.settings.servers import RemoteTurnsConfig
 from tests.programs.e2e.riddles import WAIT
 from tests.support.hf_check import check_with_transformers
 from tests.support.runs import PLUGINS, REWARDS, Finished, make_dataset, megatron_rlhf, read_json_lines

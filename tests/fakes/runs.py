@@ -163,7 +163,8 @@ def fake_run(
         ),
         num_iterations=num_iterations, max_staleness=max_staleness, top_entropy_quantile=top_entropy_quantile,
         grading=GradingConfig(
-            GROUP, ("length",), (1.0,), "group", "drop" if dropped else "stop", max_resample_times=max_resample
+            num_generations=GROUP, reward_names=("length",), reward_weights=(1.0,), scale_rewards="group",
+            bad_reward="drop" if dropped else "stop", max_resample_times=max_resample,
         ),
         deadlines=SimpleNamespace(reward_timeout=None), sampling=SAMPLING, evaluation=EVALUATION,
         routing=routing or routing_of(), recording=Recording(rollout_dump=dump and str(dump), resume="auto"),

@@ -151,16 +151,16 @@ def _engine(args: GRPOArguments, config: GRPOConfig, model: Model, longest: int)
         return None
     item = args.torch_dtype.itemsize
     vision_tower = 0 if args.is_multimodal else sum(tensor.size for tensor in model.tensors if tensor.is_vision_tower)
-    eight_bits = config.vllm.quantization != "none"
+    eight_bits = config.engine.rollout_quantization != "none"
     return Engine(
         weight_bytes=model.bytes_in_vllm(item, eight_bits) - vision_tower * item,
         cache_bytes_per_token=model.cached * item,
         key_heads=model.key_heads,
         longest=longest,
-        ranks=config.vllm.tensor_parallel_size,
-        utilization=config.vllm.gpu_memory_utilization,
-        given_cache=config.vllm.engine_kwargs.get("kv_cache_memory_bytes"),
-        sleep_level=config.vllm.sleep_level,
+        ranks=config.engine.vllm_tensor_parallel_size,
+        utilization=config.engine.vllm_gpu_memory_utilization,
+        given_cache=config.engine.vllm_engine_kwargs.get("kv_cache_memory_bytes"),
+        sleep_level=config.engine.sleep_level,
     )
 
 
@@ -170,12 +170,13 @@ def _generation_seconds(
     """Return the seconds in which the training processes generate a rollout, for one optimizer step."""
     share = math.ceil(config.batch.generation_batch_size * engine.ranks / config.batch.layout.world_size)
     mean_length = sum(prompts) / len(prompts) + args.max_completion_length / 4
-    at_once = max(1, min(share, config.vllm.max_num_seqs, engine.sequences(gpu.memory_bytes, mean_length)))
+    at_once = max(1, min(share, config.engine.vllm_max_num_seqs, engine.sequences(gpu.memory_bytes, mean_length)))
     read: float = model.parameters
     if model.decoder.experts:  # a step reads those that some sequence takes
         experts = sum(tensor.size for tensor in model.tensors if ".experts." in tensor.name)
         read -= experts * (1 - model.decoder.experts_per_token / model.decoder.experts) ** at_once
-    weights = model.bytes_in_vllm(args.torch_dtype.itemsize, config.vllm.quantization != "none") / model.parameters
+    eight_bits = config.engine.rollout_quantization != "none"
+    weights = model.bytes_in_vllm(args.torch_dtype.itemsize, eight_bits) / model.parameters
     seconds = seconds_of_generation(
         gpu,
         steps=args.max_completion_length * share / at_once,

@@ -48,7 +48,7 @@ class MultiTurnVllm(LocalVllm):
                 infer_engine=self, max_turns=turns.max_turns, tokenizer=template.tokenizer, template=template, **options
             )
         )
-        size = config.tensor_parallel_size
+        size = config.vllm_tensor_parallel_size
         self._first_rank = dist.get_rank() // size * size
         self._open = 0  # conversations
         self._waiting: list[tuple[NextTurn, asyncio.Future[ChatCompletionResponse]]] = []

@@ -56,12 +56,12 @@ class LocalVllm:
 
     def __init__(self, config: VllmConfig, template: Template, stop: StopRequest) -> None:
         self._weights_version = NO_WEIGHTS
-        size = config.tensor_parallel_size
+        size = config.vllm_tensor_parallel_size
         group, place = divmod(dist.get_rank(), size)
         self.share = Share(index=group, of=dist.get_world_size() // size, reports=place == 0)
         self._engine_ranks = dist.new_subgroups(size, backend="gloo")[0] if size > 1 else None
         self._give_up = GiveUp(stop, self._engine_ranks)
-        self._memory_share = config.gpu_memory_utilization
+        self._memory_share = config.vllm_gpu_memory_utilization
         self._sleep_level = config.sleep_level
         if config.sleep_level and not current_platform.is_sleep_mode_available():
             logger.warning(
@@ -74,7 +74,7 @@ class LocalVllm:
         self._name = f"engine {group}"
         model = self._engine.inner_model
         layers = layers_that_quantize(model, self._engine.engine.vllm_config)
-        self._loaded_weights = LoadedWeights(model, config.dtype, self._name, layers)
+        self._loaded_weights = LoadedWeights(model, config.torch_dtype, self._name, layers)
 
     @property
     def memory_to_wake(self) -> int:
@@ -231,7 +231,7 @@ def bytes_to_wake(pool: Sequence[tuple[str, int]], asleep: Container[str], share
 
 def memory_to_start(config: VllmConfig) -> int:
     """Return the bytes that must be free on the GPU for vLLM to start."""
-    return 0 if current_platform.is_cpu() else _share_of_gpu(config.gpu_memory_utilization)
+    return 0 if current_platform.is_cpu() else _share_of_gpu(config.vllm_gpu_memory_utilization)
 
 
 def _share_of_gpu(share: float) -> int:
@@ -245,11 +245,11 @@ def _build(config: VllmConfig, template: Template, sleep_mode: bool, seed: int) 
     template.padding_free = False
     template.sequence_parallel_size = 1
     swift_utils.set_expandable_segments(False)  # vLLM's memory pool for sleeping cannot live in expandable segments
-    engine_kwargs = {**config.engine_kwargs, **further_settings(config)}
+    engine_kwargs = {**config.vllm_engine_kwargs, **further_settings(config)}
     engine = images.EngineForImages(
-        config.model_dir, torch_dtype=config.dtype, model_type=config.model_type, use_async_engine=False, seed=seed,
-        enable_sleep_mode=sleep_mode, load_format=engine_kwargs.pop("load_format", "auto"), template=template,
-        engine_kwargs=engine_kwargs, **shared_settings(config),
+        config.model_dir, torch_dtype=config.torch_dtype, model_type=config.model_type, use_async_engine=False,
+        seed=seed, enable_sleep_mode=sleep_mode, load_format=engine_kwargs.pop("load_format", "auto"),
+        template=template, engine_kwargs=engine_kwargs, **shared_settings(config),
     )  # fmt: skip
     swift_utils.set_expandable_segments(True)
     fast_outputs.speed_up_decoding(engine.engine)

@@ -27,7 +27,8 @@ def check_engine_settings(config: VllmConfig) -> None:
     """Raise ValueError if vLLM refuses the settings. It reads the model's config for this, and no weights."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     device = quantization.refusal_of_device(capability, config.has_experts)
-    quantization.check_quantization(config.quantization, config.lora_rank is not None, _name(config.dtype), device)
+    kind, dtype = config.rollout_quantization, _name(config.torch_dtype)
+    quantization.check_quantization(kind, config.lora_rank is not None, dtype, device)
     problem = _problem(config)
     if problem is None:
         return
@@ -37,16 +38,17 @@ def check_engine_settings(config: VllmConfig) -> None:
             f"and --router_agreement_samples read them: {problem}; use --router_replay_mode R2 or disabled, and "
             "--router_agreement_samples 0"
         )
-    if config.quantization != "none" and _problem(replace(config, quantization="none")) is None:
+    if kind != "none" and _problem(replace(config, rollout_quantization="none")) is None:
         raise ValueError(
-            f"--rollout_quantization {config.quantization}: this vLLM refuses it: {problem}; install vLLM 0.25.1, or "
-            "use --rollout_quantization none"
+            f"--rollout_quantization {kind}: this vLLM refuses it: {problem}; install vLLM 0.25.1, or use "
+            "--rollout_quantization none"
         )
-    kwargs = config.engine_kwargs
+    kwargs = config.vllm_engine_kwargs
     for name in kwargs:
-        if _problem(replace(config, engine_kwargs={other: kwargs[other] for other in kwargs if other != name})) is None:
+        others = {other: kwargs[other] for other in kwargs if other != name}
+        if _problem(replace(config, vllm_engine_kwargs=others)) is None:
             raise ValueError(f"{_FLAG}: vLLM refuses {name} = {kwargs[name]!r}: {problem}; correct it, or leave it out")
-    flags = f"--vllm_max_model_len {config.max_model_len} --vllm_max_num_seqs {config.max_num_seqs}"
+    flags = f"--vllm_max_model_len {config.vllm_max_model_len} --vllm_max_num_seqs {config.vllm_max_num_seqs}"
     if kwargs:
         flags += f" {_FLAG} with {', '.join(kwargs)}"
     raise ValueError(f"vLLM refuses the settings of this run: {problem}; change {flags}")
@@ -58,12 +60,12 @@ def _problem(config: VllmConfig) -> str | None:
         try:
             EngineArgs(  # as ms-swift's engine builds them: it leaves out what is None, too
                 model=config.model_dir,
-                dtype=_name(config.dtype),
+                dtype=_name(config.torch_dtype),
                 seed=config.seed,
                 trust_remote_code=True,
                 **{name: value for name, value in shared_settings(config).items() if value is not None},
                 **further_settings(config),
-                **config.engine_kwargs,
+                **config.vllm_engine_kwargs,
             ).create_engine_config()
         except ValidationError as error:  # several lines, and the address of a manual
             fault = error.errors()[0]
@@ -75,7 +77,7 @@ def _problem(config: VllmConfig) -> str | None:
 
 def shared_settings(config: VllmConfig) -> dict[str, Any]:
     """Return the settings that ms-swift's engine and vLLM's EngineArgs have under the same names."""
-    return {name: getattr(config, name) for name in _SAME_NAMES} | {
+    return {name: getattr(config, f"vllm_{name}") for name in _SAME_NAMES} | {
         "enable_lora": config.lora_rank is not None,
         "max_lora_rank": config.lora_rank or 16,
         "distributed_executor_backend": "external_launcher",
@@ -87,7 +89,8 @@ def shared_settings(config: VllmConfig) -> dict[str, Any]:
 def further_settings(config: VllmConfig) -> dict[str, Any]:
     """Return the settings of this run that only vLLM has, which ms-swift's engine passes on."""
     reports = {"enable_return_routed_experts": True} if config.returns_experts else {}
-    return {"hf_overrides": dict(config.hf_overrides), **reports, **quantization.engine_settings(config.quantization)}
+    quantized = quantization.engine_settings(config.rollout_quantization)
+    return {"hf_overrides": dict(config.hf_overrides), **reports, **quantized}
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,7 +1,4 @@
-"""Messages between trainer and rollout server: JSON, with long lists of numbers as base64 of little-endian arrays.
-
-Both ends use this file. PROTOCOL is increased by every change that is not compatible.
-"""
+"""Messages between trainer and rollout server: JSON, with long lists of numbers as base64 of little-endian arrays."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from swift_megatron_grpo.packing.expert_rows import decode_rows, encode_rows
 from swift_megatron_grpo.types import ExpertRows
 
 T = TypeVar("T")
-PROTOCOL = 14
+PROTOCOL = 14  # increased by every change that is not compatible
 NO_WEIGHTS = -1  # version of a server that has the checkpoint's weights, or newer ones only in part
 RUN_HEADER = "X-GRPO-Run"  # the name of the run that sends a request; the status shows it
 RUN_SECRET_HEADER = "X-GRPO-Run-Secret"  # proves that the request is from that run; no server reports it

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from swift_megatron_grpo.generation.protocol.messages import PROTOCOL, ConversationSettings, ServerStatus
 from swift_megatron_grpo.generation.remote.client import Refused
-from swift_megatron_grpo.settings.config import RemoteTurnsConfig, ServerConfig
+from swift_megatron_grpo.settings.config import ServerConfig
+from swift_megatron_grpo.settings.servers import RemoteTurnsConfig
 from swift_megatron_grpo.weights.load.quantization import mismatch
 
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")

@@ -142,10 +142,7 @@ class RemoteVllm:
         logger.info(f"weights {version} sent to {len(transfers)} servers in {time.monotonic() - began:.2f} s")
 
     def _begin(self, servers: Sequence[Server], payload: dict[str, Any]) -> tuple[list[_Transfer], list[str]]:
-        """Request servers to receive weights.
-
-        Return a transfer for each server that is ready, and what went wrong on servers that run but are not reached.
-        """
+        """Request servers to receive weights; return transfers to those that are ready, and others' failures."""
         assert self._events is not None
         transfers, problems = list[_Transfer](), list[str]()
         limit = self._config.timeout

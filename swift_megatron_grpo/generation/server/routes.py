@@ -51,10 +51,7 @@ Run = Annotated[messages.RunIdentity | None, Depends(run_of)]
 
 
 class RunLease:
-    """A lease that at most one run holds, because a server has one set of weights. `now`: seconds of a monotonic clock.
-
-    The status shows the name of the run. Its secret is sent by the run alone and identifies it.
-    """
+    """A lease that at most one run holds, which its secret identifies: a server has one set of weights."""
 
     def __init__(self) -> None:
         self._run: messages.RunIdentity | None = None

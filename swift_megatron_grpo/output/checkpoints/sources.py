@@ -22,10 +22,7 @@ _SHOWN = 3  # files that an error names
 
 
 class BadCheckpoint(ValueError):
-    """A checkpoint that a flag names is incomplete, damaged, or of another run. The message says what to use.
-
-    `whole`: the checkpoint to use instead of a damaged one, if there is one.
-    """
+    """A checkpoint that a flag names is incomplete, damaged, or of another run; `whole`: the one to use instead."""
 
     def __init__(self, message: str, whole: Source | None = None) -> None:
         super().__init__(message)

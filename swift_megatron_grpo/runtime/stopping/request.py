@@ -180,10 +180,7 @@ def last_line(
     has_optimizer: bool,
     finds_checkpoint: bool = False,
 ) -> str:
-    """Return the last line of a stopped run. `checkpoint`: of the last complete step; None: nothing was saved.
-
-    `finds_checkpoint`: True if the same command continues (--resume auto).
-    """
+    """Return the last line of a stopped run. `finds_checkpoint`: the same command continues (--resume auto)."""
     stopped = f"stopped by {number.name} after step {step} of {steps}"
     if checkpoint is None:
         return f"{stopped}; nothing was saved, because no weights have changed. To continue, start the run again"

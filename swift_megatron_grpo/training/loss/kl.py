@@ -27,10 +27,7 @@ def k2(logprobs: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
 
 
 def k3(logprobs: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """Compute ref / pi - 1 - log(ref / pi): unbiased, never negative, low variance. GRPO, 2402.03300.
-
-    Clamped as in ms-swift, so that one token cannot dominate the step.
-    """
+    """Compute ref / pi - 1 - log(ref / pi), clamped as in ms-swift: unbiased, never negative. GRPO, 2402.03300."""
     log_ratio = (base - logprobs).clamp(-20, 20)
     return (log_ratio.exp() - log_ratio - 1).clamp(-10, 10)
 

@@ -63,10 +63,7 @@ class _RecordingLoader(gpt_bridge.SafetensorLazyLoader):
 
 @contextmanager
 def every_tensor_read(config: ModelConfig, unread: UnreadTensors) -> Iterator[None]:
-    """Raise ValueError on all ranks if a checkpoint that is loaded inside the context has tensors that no rank reads.
-
-    `config`: of the model. `unread`: the value of --unread_tensors; "warn" logs them instead.
-    """
+    """Refuse (with --unread_tensors warn: log) tensors of a checkpoint loaded in the context that no rank reads."""
     loaders: list[_RecordingLoader] = []
     recording = type("Loader", (_RecordingLoader,), {"loaders": loaders})
     try:

@@ -51,11 +51,7 @@ def refusal_of_device(capability: tuple[int, int] | None, has_experts: bool) -> 
 
 
 def check_quantization(quantization: Quantization, adapter_only: bool, dtype: str | None, device: str | None) -> None:
-    """Raise ValueError if vLLM cannot run quantized with the other flags.
-
-    `adapter_only`: vLLM runs the checkpoint with an adapter; `dtype`: --torch_dtype, if it is known; `device`: why the
-    device cannot.
-    """
+    """Raise ValueError if vLLM cannot run quantized with the other flags; `device`: why the device cannot."""
     if quantization == "none":
         return
     flag = f"--rollout_quantization {quantization}"

@@ -24,7 +24,13 @@ def config(
     bad_reward: BadRewardPolicy = "stop",
 ) -> GradingConfig:
     names = tuple(f"function{i}" for i in range(len(weights)))
-    return GradingConfig(num_generations, names, tuple(weights), scale, bad_reward)
+    return GradingConfig(
+        num_generations=num_generations,
+        reward_names=names,
+        reward_weights=tuple(weights),
+        scale_rewards=scale,
+        bad_reward=bad_reward,
+    )
 
 
 def grade(rollouts: Sequence[Rollout], scores: list[list[float | None]], settings: GradingConfig) -> list[Graded]:

@@ -22,7 +22,13 @@ ANSWERS = {"even": ["\\boxed{4}", "\\boxed{4}", "\\boxed{5}"], "odd": ["\\boxed{
 
 
 def make(names: Sequence[str], rows: int, most: int | None = None, at_once: int = 2) -> tuple[Evaluation, list[Any]]:
-    grading = GradingConfig(2, ("Length", "Accuracy"), (1.0, 1.0), "group", "stop")
+    grading = GradingConfig(
+        num_generations=2,
+        reward_names=("Length", "Accuracy"),
+        reward_weights=(1.0, 1.0),
+        scale_rewards="group",
+        bad_reward="stop",
+    )
     sampling = SamplingConfig(0.0, 1.0, -1, 1.0, 4, (), seed=1)
     settings = EvaluationConfig(sampling, 3, at_once, most, False, correct_reward=1, correct_from=0.9, names={})
     config = SimpleNamespace(grading=grading, evaluation=settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 
 from swift_megatron_grpo.grading.results import add_advantages, subtract_kl, total_rewards
 from swift_megatron_grpo.loop.samples import entropy_threshold, select_tokens
-from swift_megatron_grpo.settings.config import GradingConfig
+from swift_megatron_grpo.settings.algorithm import ScaleRewards
+from swift_megatron_grpo.settings.config import BadRewardPolicy, GradingConfig
 from swift_megatron_grpo.settings.losses import Kl
 from swift_megatron_grpo.training.loss.kl import ESTIMATORS, KlController, divergences
 from swift_megatron_grpo.types import Prompt, Rollout, Sample, TokenValues
@@ -50,13 +52,18 @@ def test_k1_and_k3_are_unbiased_and_k2_has_the_kls_gradient() -> None:
     assert actual.tolist() == pytest.approx(expected.tolist(), rel=1e-9)
 
 
+def grading(scale: ScaleRewards, bad_reward: BadRewardPolicy, **changes: Any) -> GradingConfig:
+    sizes: Any = {"num_generations": 2, "reward_names": ("f",), "reward_weights": (1.0,)}
+    return GradingConfig(**sizes, scale_rewards=scale, bad_reward=bad_reward, **changes)
+
+
 def test_kl_in_the_reward_equals_ms_swifts() -> None:
     from swift.rl_core.advantage import compute_advantages
 
     rewards, kls, beta = [1.0, 0.0, 2.0, 2.0], [0.5, -0.25, 3.0, 0.0], 0.1
     rollouts = [Rollout(Prompt(f"{i // 2}", {}), [1], [2], None, "", "stop", 0) for i in range(4)]
     for estimator in ("grpo", "rloo", "reinforce_plus_plus"):
-        settings = GradingConfig(2, ("f",), (1.0,), "batch", "stop", estimator)  # type: ignore[arg-type]
+        settings = grading("batch", "stop", advantage_estimator=estimator)
         graded = add_advantages(
             subtract_kl(total_rewards(rollouts, [[r] for r in rewards], settings), kls, beta), settings
         )
@@ -68,7 +75,7 @@ def test_kl_in_the_reward_equals_ms_swifts() -> None:
 
 
 def test_a_dropped_completion_has_no_penalty() -> None:
-    settings = GradingConfig(2, ("f",), (1.0,), "none", "drop")
+    settings = grading("none", "drop")
     rollouts = [Rollout(Prompt("0", {}), [1], [2], None, "", "stop", 0)] * 2
     graded = subtract_kl(total_rewards(rollouts, [[1.0], [None]], settings), [2.0, 2.0], 0.5)
     assert [completion.reward for completion in graded] == [0.0, None]

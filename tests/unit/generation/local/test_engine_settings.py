@@ -21,20 +21,15 @@ def config(tmp_path: Path) -> VllmConfig:
     """The settings of a run on one rank. The folder holds no weights: nothing here reads any."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     return VllmConfig(
+        vllm_mode="colocate",
         model_dir=str(tmp_path),
         model_type="qwen3",
-        dtype=torch.bfloat16,
-        tensor_parallel_size=1,
-        gpu_memory_utilization=0.3,
-        max_model_len=256,
-        max_num_seqs=8,
-        enforce_eager=True,
-        enable_prefix_caching=True,
-        disable_cascade_attn=False,
-        limit_mm_per_prompt=None,
-        mm_processor_cache_gb=None,
-        engine_kwargs={"max_num_batched_tokens": 512},
-        sleep_level=0,
+        torch_dtype=torch.bfloat16,
+        vllm_gpu_memory_utilization=0.3,
+        vllm_max_model_len=256,
+        vllm_max_num_seqs=8,
+        vllm_enforce_eager=True,
+        vllm_engine_kwargs={"max_num_batched_tokens": 512},
         seed=1,
     )
 
@@ -62,18 +57,18 @@ def test_quantization_that_the_device_cannot_run_is_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    assert "this GPU has compute capability 8.0, and FP8 needs 8.9" in refuse(config, quantization="fp8")
+    assert "this GPU has compute capability 8.0, and FP8 needs 8.9" in refuse(config, rollout_quantization="fp8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "vLLM has no FP8 mixture of experts on a CPU" in refuse(config, quantization="fp8", has_experts=True)
+    assert "vLLM has no FP8 mixture of experts on a CPU" in refuse(config, rollout_quantization="fp8", has_experts=True)
 
 
 def test_quantization_that_vllm_refuses_is_named(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     from swift_megatron_grpo.generation.local.engine_settings import check_engine_settings
 
-    check_engine_settings(replace(config, quantization="fp8"))
-    assert "--torch_dtype is float32" in refuse(config, quantization="fp8", dtype=torch.float32)
+    check_engine_settings(replace(config, rollout_quantization="fp8"))
+    assert "--torch_dtype is float32" in refuse(config, rollout_quantization="fp8", torch_dtype=torch.float32)
     monkeypatch.setattr(quantization, "FP8", "fp8_per_row")
-    message = refuse(config, quantization="fp8")
+    message = refuse(config, rollout_quantization="fp8")
     assert message.startswith("--rollout_quantization fp8: this vLLM refuses it: ") and "fp8_per_row" in message
     assert message.endswith("install vLLM 0.25.1, or use --rollout_quantization none")
 
@@ -89,11 +84,11 @@ def test_quantization_that_vllm_refuses_is_named(config: VllmConfig, monkeypatch
     ],
 )
 def test_a_wrong_setting_of_vllm_is_named(config: VllmConfig, name: str, value: Any, reason: str) -> None:
-    message = refuse(config, engine_kwargs={"use_tqdm_on_load": False, name: value})
+    message = refuse(config, vllm_engine_kwargs={"use_tqdm_on_load": False, name: value})
     assert message.startswith(f"--vllm_engine_kwargs: vLLM refuses {name} = {value!r}: {reason}")
     assert message.endswith("; correct it, or leave it out") and "\n" not in message
 
 
 def test_a_context_longer_than_the_models_is_refused_with_its_flag(config: VllmConfig) -> None:
-    message = refuse(config, max_model_len=8192)
+    message = refuse(config, vllm_max_model_len=8192)
     assert "8192" in message and "4096" in message and "--vllm_max_model_len 8192" in message

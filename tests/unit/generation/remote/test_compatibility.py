@@ -11,7 +11,7 @@ from swift_megatron_grpo.generation.remote.compatibility import (
     conflicts_between,
     conflicts_with_run,
 )
-from swift_megatron_grpo.settings.config import RemoteTurnsConfig
+from swift_megatron_grpo.settings.servers import RemoteTurnsConfig
 from tests.unit.arguments.test_server_checks import status
 
 SERVER = ConversationSettings("gym_scheduler", max_turns=3, gym_env="riddles", use_gym_env=True)

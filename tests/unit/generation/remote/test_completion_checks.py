@@ -14,7 +14,8 @@ from PIL import Image
 from swift_megatron_grpo.data.images import portable_images
 from swift_megatron_grpo.generation.protocol.messages import Completion, InvalidMessage, ServerStatus
 from swift_megatron_grpo.generation.remote.completion_checks import problem_of as _problem_of
-from swift_megatron_grpo.settings.config import RemoteTurnsConfig, SamplingConfig, ServerConfig
+from swift_megatron_grpo.settings.config import SamplingConfig, ServerConfig
+from swift_megatron_grpo.settings.servers import RemoteTurnsConfig
 from tests.unit.arguments.test_server_checks import CONFIG, GYM, status
 
 SAMPLING = SamplingConfig(1.0, 1.0, -1, 1.0, max_completion_length=4, stop_words=())

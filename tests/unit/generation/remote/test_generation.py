@@ -15,7 +15,7 @@ from swift_megatron_grpo.generation.interface import requests_for
 from swift_megatron_grpo.generation.protocol.messages import SERVER_UNUSABLE
 from swift_megatron_grpo.generation.remote.generation import RemoteGeneration
 from swift_megatron_grpo.generation.remote.servers import NoServer
-from swift_megatron_grpo.settings.config import RemoteTurnsConfig
+from swift_megatron_grpo.settings.servers import RemoteTurnsConfig
 from swift_megatron_grpo.types import Prompt
 from tests.unit.generation.remote.fake_servers import SAMPLING, Cluster, collect, texts, wait_until
 
