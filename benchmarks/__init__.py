@@ -13,6 +13,9 @@ long_run.py                 thousands of steps of a small released model in one 
 learn.py                    the same task in four trainers: reward, held-out accuracy and seconds over steps
 learn_chain.sh              all runs of learn.py in one session on GPUs
 gpu_tests.py                tests of tests/gpu, with a record of what ran where
+simulate_scaling.py         balance, messages and gradients of up to 512 ranks, for docs/scaling.md
+simulate_split.py           the share of GPUs for servers, against colocation, for docs/async.md
+simulate_tail.py            idle slots of a server at the end of rollouts, for docs/async.md
 random_routers.py           loads of experts whose routers have random weights
 train_every_algorithm.py    reward before and after training with every loss and advantage estimator
 harness/                    implementation of bench.py

@@ -21,9 +21,6 @@ PAGES = {
     "convert": "migration.md",
     "get-model": "models.md",
     "report": "report.md",
-    "simulate-scaling": "scaling.md",
-    "simulate-split": "async.md",
-    "simulate-tail": "async.md",
 }
 HEAD = f"""\
 # The command {PROGRAM}

@@ -1,6 +1,7 @@
 """Implementation of benchmarks/bench.py, in the order of a run.
 
 shapes.py       sizes of the models
+lengths.py      distributions of token counts
 workload.py     lengths drawn from a seed, the dataset, FLOPs of a step
 checkpoints.py  makes the checkpoint of a shape where it is missing
 models.py       checkpoints with random weights and a byte-level tokenizer

@@ -13,7 +13,7 @@ from typing import Any
 
 from PIL import Image
 
-from swift_megatron_grpo.cli.simulate.lengths import Lengths
+from benchmarks.harness.lengths import Lengths
 from swift_megatron_grpo.packing.flops import FlopsModel
 
 from .shapes import SHAPES, Shape

@@ -12,7 +12,6 @@
     get_model.py     writes a released model from the package index into a folder
     report.py        writes runs as one HTML file, with output/report
     templates.py     lists the template scripts, or copies them
-    simulate/        many ranks, servers next to training, the tails of rollouts
 
     estimate/        memory and time of a layout, for check
     tiny_models.py   tiny random models, for check-script, scripts/make_tiny_*.py and tests

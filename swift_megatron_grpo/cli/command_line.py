@@ -87,9 +87,3 @@ def print_verdict(findings: Sequence[Finding]) -> int:
     if problems:
         print(f"a run would fail: {', '.join(problems)}")
     return FOUND if problems else FINE
-
-
-def markdown(rows: Iterable[Sequence[str]]) -> str:
-    """Return a table whose first row is its head."""
-    head, *body = rows
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *body])

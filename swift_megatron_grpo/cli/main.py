@@ -25,9 +25,6 @@ COMMANDS = {
     "doctor": ("doctor.command", "check the packages and the machine"),
     "report": ("report", "write runs as one HTML file"),
     "templates": ("templates", "list the template scripts, or copy them"),
-    "simulate-scaling": ("simulate.scaling", "balance and messages of up to 512 ranks"),
-    "simulate-split": ("simulate.split", "how many GPUs should generate"),
-    "simulate-tail": ("simulate.tail", "how long GPUs idle while the last completions run"),
 }
 OVERVIEW = f"""Tools around `megatron rlhf --rlhf_type grpo`.
 

@@ -19,8 +19,8 @@ TESTS = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 # Results of writers that a rank has forked itself, which upstream reads in the same way, and what ranks of one trainer
-# exchange, packed before the exchange that would pack it. The simulation times such messages of its own.
-UNPICKLES = {"training/upstream_fixes/result_queue.py", "runtime/parallel.py", "cli/simulate/scaling.py"}
+# exchange, packed before the exchange that would pack it.
+UNPICKLES = {"training/upstream_fixes/result_queue.py", "runtime/parallel.py"}
 # What reads pickled data, by file: the ranks of one trainer among themselves, and files of their own.
 READS_PICKLED_DATA = {
     "runtime/parallel.py": {"all_gather_object"},

@@ -1,6 +1,6 @@
 """Simulate many data-parallel ranks: the real planner and real messages, with measured speeds.
 
-swift-megatron-grpo simulate-scaling
+    python -m benchmarks.simulate_scaling [--output_file FILE]
 
 Balance, micro batches and bytes are exact. Seconds of planning and of packing messages are measured on this machine.
 Seconds of a train phase follow from FLOPs, and seconds of gradients from bytes, with the speeds of H200s. The model is
@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from swift_megatron_grpo.cli.command_line import FINE, markdown
-from swift_megatron_grpo.cli.simulate.lengths import Lengths
+from benchmarks.harness.lengths import Lengths
+from benchmarks.harness.markdown import lines_of
 from swift_megatron_grpo.packing.flops import FlopsModel
 from swift_megatron_grpo.packing.plan import Alignment, plan_by_tokens
 
@@ -103,18 +103,20 @@ def table(rows: list[dict[str, Any]]) -> str:
         "unpacking them": lambda r: f"{r['unpack_seconds']:.2f} s",
     }
     heads = ["ranks", *(str(row["ranks"]) for row in rows)]
-    return markdown([heads, *([name, *map(show, rows)] for name, show in lines.items())])
+    return lines_of([heads, *([name, *map(show, rows)] for name, show in lines.items())])
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_file", type=Path, help="also write the numbers to this file, as JSON")
-
-
-def run(options: argparse.Namespace) -> int:
+    options = parser.parse_args()
     rows = [simulate(ranks) for ranks in RANKS]
     if options.output_file is not None:
         sizes = {"budget": BUDGET, "prompt": PROMPT, "lengths": LENGTHS, "per_rank": PER_RANK}
         result = {"workload": {"model": "Qwen3-8B", **sizes}, "speeds": SPEEDS, "rows": rows}
         options.output_file.write_text(json.dumps(result, indent=1))
     print(table(rows))
-    return FINE
+
+
+if __name__ == "__main__":
+    main()

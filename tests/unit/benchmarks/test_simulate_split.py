@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swift_megatron_grpo.cli.simulate.split import GPUS, RATIOS, SWITCH, SYNC, Phases, table
+from benchmarks.simulate_split import GPUS, RATIOS, SWITCH, SYNC, Phases, table
 from tests.paths import REPOSITORY
 
 

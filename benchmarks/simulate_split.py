@@ -1,6 +1,6 @@
 """Compute which share of a run's GPUs the rollout servers should have, with generation ahead of training.
 
-swift-megatron-grpo simulate-split
+    python -m benchmarks.simulate_split
 
 Times are in units of the train phase on all GPUs. A server has one GPU. Generation on fewer GPUs gives each engine more
 completions at a time, by which a decoding step gets slower or, while the host is the limit, does not: `growth` is the
@@ -9,10 +9,9 @@ share of its time that is proportional to them.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 
-from swift_megatron_grpo.cli.command_line import FINE, markdown
+from benchmarks.harness.markdown import lines_of
 
 GPUS = (2, 4, 8)
 RATIOS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
@@ -51,13 +50,8 @@ def table() -> str:
             servers = phases.best_split(gpus)
             cells.append(f"{servers}: {phases.colocated() / phases.split(gpus, servers):.2f}")
         lines.append(cells)
-    return markdown(lines)
+    return lines_of(lines)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: the table has every case."""
-
-
-def run(options: argparse.Namespace) -> int:
+if __name__ == "__main__":
     print(table())
-    return FINE

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from swift_megatron_grpo.cli.simulate.tail import FLAT, GROWING, Case, Decode, Run, Server, table, tail_of
+from benchmarks.simulate_tail import FLAT, GROWING, Case, Decode, Run, Server, table, tail_of
 from tests.paths import REPOSITORY
 
 SECOND = Decode(1.0, 0.0)  # of each step

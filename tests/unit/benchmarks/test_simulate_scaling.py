@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from swift_megatron_grpo.cli.simulate.scaling import WEIGHTS, simulate, table
+from benchmarks.simulate_scaling import WEIGHTS, simulate, table
 from tests.paths import REPOSITORY
 
 RESULT = REPOSITORY / "docs" / "scaling.json"

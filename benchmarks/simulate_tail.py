@@ -1,6 +1,6 @@
 """Simulate the tails of rollouts on one server: slots that are idle while the last completions of a rollout run.
 
-swift-megatron-grpo simulate-tail
+    python -m benchmarks.simulate_tail
 
 Which rollout may start is decided by the package's own rule. Lengths follow a log-normal distribution. The time of a
 decoding step grows with the running completions, or is constant; prompts and grading take no time.
@@ -8,15 +8,14 @@ decoding step grows with the running completions, or is constant; prompts and gr
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import random
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from swift_megatron_grpo.cli.command_line import FINE, markdown
-from swift_megatron_grpo.cli.simulate.lengths import Lengths
+from benchmarks.harness.lengths import Lengths
+from benchmarks.harness.markdown import lines_of
 from swift_megatron_grpo.loop.run_ahead import RunAhead
 
 LENGTHS = "lognormal:700:0.9:4096"
@@ -240,17 +239,16 @@ def table() -> str:
         ]
         staleness = f"{results[0].staleness:.2f}, {results[0].most_stale}"
         lines.append([name, staleness, *(f"{result.seconds:.1f}" for result in results)])
-    return markdown(lines)
+    return lines_of(lines)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: the table has every case."""
-
-
-def run(options: argparse.Namespace) -> int:
+def main() -> None:
     for name, decode in {"growing": GROWING, "flat": FLAT}.items():
         one = tail_of(Case(decode=decode))
         tail = f"{one.tail:.1f} s in the tail with {one.busy:.0%} of the slots busy"
         print(f"{name}: {one.seconds:.1f} s, of which {tail}")
     print(table())
-    return FINE
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Distributions of token counts, for simulations and benchmarks."""
+"""Distributions of token counts."""
 
 from __future__ import annotations
 
