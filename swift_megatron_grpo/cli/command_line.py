@@ -1,7 +1,4 @@
-"""The parser, the exit codes and the findings of all subcommands.
-
-Exit codes: 0 if nothing was found, 1 if something stands against the run, 2 for a wrong command line.
-"""
+"""The parser, the exit codes and the findings of all subcommands."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ LISTENERS = {"create_server", "start_server", "bind", "HTTPServer", "TCPServer",
 LISTENS = {
     "weights/transport/rendezvous.py": {"create_server"},
     # look whether a port is free, and close it
-    "cli/doctor/machine.py": {"create_server"},
+    "cli/doctor/command.py": {"create_server"},
     "generation/server/arguments.py": {"create_server"},
 }
 SECRET = re.compile(r"secret|api_key|^_key$|^mac$|^proof$")

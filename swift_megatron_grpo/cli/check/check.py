@@ -1,7 +1,4 @@
-"""Check a run: flags, dataset, rewards and model, in the order in which a run would read them.
-
-The flags are parsed as one of its ranks does, without process groups, folders and weights.
-"""
+"""Check a run: flags, as one of its ranks parses them, dataset, rewards and model, in the order of a run."""
 
 from __future__ import annotations
 

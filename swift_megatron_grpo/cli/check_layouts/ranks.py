@@ -21,10 +21,7 @@ from swift_megatron_grpo.cli.check_layouts.layouts import Task, Variant
 def fixed_samples(
     vocab_size: int, count: int, seed: int = 0, policies_given: bool = False, one_prompt: bool = False
 ) -> list[Any]:
-    """Return random sequences in groups of four.
-
-    `policies_given`: also log-probs of an old and a reference policy, near uniform. `one_prompt`: a group has one.
-    """
+    """Return random sequences in groups of four. `policies_given`: with near-uniform log-probs of other policies."""
     from swift_megatron_grpo.types import Sample
 
     rng = random.Random(seed)

@@ -27,7 +27,7 @@ from swift_megatron_grpo.cli.check_script.stand_ins import (
     typed,
 )
 from swift_megatron_grpo.cli.command_line import Refused
-from swift_megatron_grpo.cli.doctor.machine import free_port
+from swift_megatron_grpo.cli.doctor.command import free_port
 
 _SERVER_FLAGS = (  # of `swift rollout`, that a script's server keeps
     "multi_turn_scheduler", "max_turns", "gym_env", "use_gym_env", "enable_thinking", "template", "system",

@@ -124,10 +124,7 @@ def architecture_of(flags: Flags) -> Architecture:
 
 
 def replace_inputs(flags: Flags, folder: Path, servers: Sequence[Flags]) -> tuple[Flags, list[str]]:
-    """Replace data, rewards, trackers and paths that this machine does not have. Return what was replaced, as lines.
-
-    `servers`: the flags of the rollout servers, whose environments and schedulers are replaced as well.
-    """
+    """Replace data, rewards, trackers and paths that this machine does not have. Return what was replaced, as lines."""
     from swift.dataset import DATASET_MAPPING
     from swift.template import TEMPLATE_MAPPING
 

@@ -87,10 +87,7 @@ class LayerBytes:
 
 
 def share_of_fullest(experts: int, ranks: int) -> float:
-    """Return the rows of the fullest rank, relative to the mean: 1 without expert parallelism.
-
-    The loads of a rank's experts add up, so the more experts a rank has, the more even ranks are.
-    """
+    """Return the rows of the fullest rank, relative to the mean: the more experts a rank has, the more even."""
     return 1.0 if ranks == 1 or not experts else 1 + SPREAD * sqrt((ranks - 1) / experts)
 
 
@@ -117,10 +114,7 @@ def bytes_of_head(decoder: Decoder, tokens: Tokens, layout: Layout, item: int = 
 
 
 def micro_batches_in_flight(layout: Layout, pipeline_rank: int, micro_batches: int) -> float:
-    """Return how many micro batches a rank of Megatron's 1F1B schedule keeps at the same time.
-
-    With a virtual pipeline a micro batch counts for each of the rank's stages, so the number may be a fraction.
-    """
+    """Return the micro batches that a rank of Megatron's 1F1B schedule keeps; each virtual stage has a share."""
     pipeline, virtual = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
     following = pipeline - 1 - pipeline_rank
     if virtual == 1:

@@ -56,10 +56,7 @@ class Change:
 
 
 def settings_that_fit(run: Run, gpu_bytes: float, allows: Callable[[Layout], bool]) -> list[Change]:
-    """Return changes of a few flags after which every phase fits, the cheapest first; empty if no change is enough.
-
-    `allows`: whether the model can be divided by a layout.
-    """
+    """Return changes after which every phase fits, the cheapest first. `allows`: if a layout can divide the model."""
     base = Change("", "", run)
     if run.engine is not None and not run.fits(gpu_bytes, *_WITH_VLLM):
         smaller = (

@@ -1,7 +1,4 @@
-"""Read completions.jsonl (--log_completions): its first and its newest rollouts, within a limit of bytes.
-
-The file of a long run has gigabytes, and a report is written every half minute, so the middle is never read.
-"""
+"""Read the first and the newest rollouts of completions.jsonl, whose middle may have gigabytes and is never read."""
 
 from __future__ import annotations
 

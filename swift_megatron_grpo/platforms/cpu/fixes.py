@@ -56,10 +56,7 @@ def _without_cuda_literals(constant: Any) -> Any:
 
 
 def convert_split_sizes_to_numpy(token_dispatcher: Any) -> None:
-    """Convert split sizes to numpy: Megatron does so only when it moves them to the CPU.
-
-    `maybe_move_tensor_to_cpu(sizes, as_numpy=True)` returns CPU tensors unchanged, which all_to_all_single rejects.
-    """
+    """Convert split sizes to numpy, as Megatron does on a GPU: all_to_all_single rejects tensors."""
 
     @wrap(token_dispatcher, "maybe_move_tensor_to_cpu")
     def move_or_convert(move: Any, tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -186,11 +183,7 @@ def keep_unpacked_weights(utils: Any) -> None:
 
 
 def pack_reloaded_experts(method: Any) -> None:
-    """Pack experts again after a reload.
-
-    vLLM packs experts for its CPU kernel on the first load only. After a reload the kernel would multiply with
-    scrambled experts.
-    """
+    """Pack experts again after a reload: vLLM packs on the first load only, and its kernel reads packed ones."""
 
     @wrap(method.UnquantizedFusedMoEMethod, "_setup_kernel")
     def setup_and_pack(setup: Any, self: Any, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:

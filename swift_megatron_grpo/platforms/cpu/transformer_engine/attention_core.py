@@ -45,10 +45,7 @@ def attend_at(
 
 
 def visible(queries: int, keys: int, first: int, last: int, rules: Rules) -> torch.Tensor | None:
-    """Return the mask [last - first, keys] of the keys visible to the queries from `first` to `last`; None: all.
-
-    The window is centred on the diagonal that ends in the bottom right corner, as in Transformer Engine.
-    """
+    """Return the mask [last - first, keys] of keys that these queries see, as Transformer Engine's; None: all."""
     left, right = rules.window
     query_at = torch.arange(first, last)[:, None]  # [q, 1]
     key_at = torch.arange(keys)[None]  # [1, k]

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from swift_megatron_grpo.platforms.cpu.stand_in import NEEDS_CUDA, module_tree, unsupported
-from swift_megatron_grpo.platforms.cpu.transformer_engine import attention, base, layers, optimizers, permutation, state
+from swift_megatron_grpo.platforms.cpu.transformer_engine import attention, base, layers, optimizers, permutation
 
 NAME = "transformer_engine"
 # megatron-core and mcore-bridge read transformer_engine.__version__. The GPU stack runs 2.11, so both platforms use the
@@ -37,15 +37,15 @@ def _stubs(module: str, *names: str) -> dict[str, Any]:
 
 def _contents() -> dict[str, dict[str, Any]]:
     """Return the names of every module, by its path below transformer_engine."""
-    fp8_contexts = {"fp8_autocast": state.fp8_autocast, "fp8_model_init": state.fp8_model_init}
-    fp8 = {"FP8GlobalStateManager": state.FP8GlobalStateManager, **fp8_contexts}
+    fp8_contexts = {"fp8_autocast": base.fp8_autocast, "fp8_model_init": base.fp8_model_init}
+    fp8 = {"FP8GlobalStateManager": base.FP8GlobalStateManager, **fp8_contexts}
     layer_names = ("GroupedLinear", "LayerNorm", "LayerNormLinear", "Linear", "RMSNorm")
     modules = {name: getattr(layers, name) for name in layer_names}
     optimizer_names = ("FusedAdam", "FusedSGD", "multi_tensor_applier", "multi_tensor_l2norm", "multi_tensor_scale")
-    tracker = {"CudaRNGStatesTracker": state.CudaRNGStatesTracker}
+    tracker = {"CudaRNGStatesTracker": base.CudaRNGStatesTracker}
     return {
         "common": {},
-        "common.recipe": {"Format": state.Format, **_stubs("common.recipe", *_RECIPES)},
+        "common.recipe": {"Format": base.Format, **_stubs("common.recipe", *_RECIPES)},
         "pytorch": {
             **modules,
             **tracker,

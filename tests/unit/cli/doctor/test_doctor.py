@@ -1,4 +1,4 @@
-"""The doctor: which findings are problems, what it advises, and the command on this machine."""
+"""The doctor: which findings are problems, what it advises, and the command on this command."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from swift_megatron_grpo.cli.command_line import Level, note, ok, problem
-from swift_megatron_grpo.cli.doctor import machine
-from swift_megatron_grpo.cli.doctor.machine import (
+from swift_megatron_grpo.cli.doctor import command
+from swift_megatron_grpo.cli.doctor.command import (
     TorchFacts,
     check_compiler,
     check_disk,
@@ -187,7 +187,7 @@ def test_it_passes_on_this_machine_and_names_all_packages(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
-        machine, "subprocess", SimpleNamespace(run=run_forked, TimeoutExpired=subprocess.TimeoutExpired)
+        command, "subprocess", SimpleNamespace(run=run_forked, TimeoutExpired=subprocess.TimeoutExpired)
     )
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     code, printed = main(["doctor"]), capfd.readouterr().out
