@@ -437,7 +437,8 @@ def test_the_settings_of_the_stages_equal_the_flags(accepted: dict[str, Any]) ->
         "epsilon=0.2, epsilon_high=0.3, importance_sampling_level='token'",
         "max_completion_length=512, beta=0.04, kl_estimator=None",
         "reward_names=('format',), reward_weights=(1.0,), scale_rewards='group', bad_reward='stop'",
-        "dtype=torch.bfloat16, tensor_parallel_size=1, gpu_memory_utilization=0.9, max_model_len=None, max_num_seqs=16",
+        "vllm_gpu_memory_utilization=0.9, vllm_tensor_parallel_size=1, vllm_max_model_len=None, vllm_max_num_seqs=16",
+        "torch_dtype=torch.bfloat16, seed=42",
         "CompletionLogging(log_completions=True",
     ):
         assert part in full
