@@ -1,4 +1,4 @@
-"""What this trainer refuses: flags of ms-swift, with those that change nothing here, and types of models.
+"""Refused flags of ms-swift, flags that change nothing here, and refused types of models.
 
 A flag of ms-swift is in neither table, and is read by this trainer or by ms-swift's own code. tests/unit/arguments/
 test_flags.py lists them all, so a flag that a new ms-swift release adds fails that test by name.

@@ -81,7 +81,7 @@ def retries_so_far() -> int:
 
 
 class AllocatorRetries:
-    """How often PyTorch's allocator gave its cache back to the GPU, and waited for it, before it found room.
+    """Counts how often PyTorch's allocator gave its cache back to the GPU, and waited for it, before it found room.
 
     A run close to the limit of a GPU does so in every step if its micro batches differ in length, without an error.
     """
