@@ -1,13 +1,17 @@
 """Train a released model on the same task with this package, ms-swift's own trainer, TRL and verl.
 
-    python -m benchmarks.learn data --model MODEL --work FOLDER
-    python -m benchmarks.learn run --arm ours --seed 1 --model MODEL --work FOLDER --out benchmarks/h200/parts
+    python -m benchmarks.learn data --model MODEL --work WORK
+    python -m benchmarks.learn try --learning-rate 1e-5 --generations 8 --model MODEL --work WORK --out OUT
+    python -m benchmarks.learn choose --out OUT
+    python -m benchmarks.learn run --arm ours --seed 1 --model MODEL --work WORK --out OUT
     python -m benchmarks.learn report
 
-MODEL is the folder that `swift-megatron-grpo get-model smollm2 MODEL` writes. `data` writes the task, which needs
-reasoning-gym, and ends with 1 unless all trainers encode every prompt alike. `run` trains with one trainer, measures
-the held-out accuracy before and after, and writes OUT/learn-ARM-SEED.json. `report` writes docs/learning.md and
-docs/learning.svg from benchmarks/*/parts/learn-*.json. benchmarks/learn_chain.sh runs all of it on GPUs.
+MODEL is the folder that `swift-megatron-grpo get-model smollm2 MODEL` writes, and OUT is benchmarks/h200/parts. `data`
+writes the task and other problems for the choice, and ends with 1 unless all trainers encode every prompt alike. `try`
+trains with this package on the other problems and writes OUT/learning-try-RATE-GROUP.json. `choose` writes the best
+candidate to OUT/learning-choice.json, which `run` reads. `run` trains with one trainer, measures the held-out accuracy
+of the weights that it saves, and writes OUT/learn-ARM-SEED.json. `report` writes docs/learning.md, its chart and its
+lines in README.md from the files of all folders. benchmarks/learn_chain.sh runs all of it on GPUs.
 """
 
 from __future__ import annotations
@@ -20,71 +24,120 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks.bench import PACKAGES, PACKAGES_OF_PEERS, machine, revision
+from benchmarks.harness.learning.bands import is_complete
 from benchmarks.harness.learning.page import write_page
-from benchmarks.harness.learning.prompts import differing_prompts, read_rows, write_data
-from benchmarks.harness.learning.settings import Paths, Settings, command_of
-from benchmarks.harness.learning.steps import read_steps
+from benchmarks.harness.learning.prompts import SEARCH, TASK, differing_prompts, read_rows, write_data
+from benchmarks.harness.learning.search import CHOICE, CHOSEN, GROUPS, LEARNING_RATES, SAVE_EVERY, SEED, STEPS, choose
+from benchmarks.harness.learning.settings import SHARED_GPU, Paths, Settings, command_of
+from benchmarks.harness.learning.steps import checkpoints, read_steps
 from benchmarks.harness.paths import REPOSITORY
 from benchmarks.harness.processes import ALLOCATOR, allocator, exit_at_sigterm, kill, program, switch_of
 from benchmarks.harness.results import ARMS
 
 MODULES = "benchmarks.harness.learning"
+FOR_CHOICE = "choice"  # folder in --work, with the problems for the choice
 
 
 def make_data(args: argparse.Namespace) -> int:
-    write_data(args.work)
-    rows = [row for name in ("train", "held_out") for row in read_rows(args.work / f"{name}.jsonl")]
+    rows = []
+    for folder, problems in ((args.work, TASK), (args.work / FOR_CHOICE, SEARCH)):
+        write_data(folder, problems)
+        rows += [row for name in ("train", "held_out") for row in read_rows(folder / f"{name}.jsonl")]
     differing = differing_prompts(args.model, rows)
     print(f"learn: {len(rows)} prompts; {len(differing)} differ between ms-swift's chatml and the model's template")
     return 1 if differing else 0
 
 
+def try_candidate(args: argparse.Namespace) -> int:
+    """Train with a candidate for learning rate and group size, next to others on the same GPU."""
+    name = f"{args.learning_rate:g}-{args.generations}"
+    args.arm, args.seed = "ours", SEED
+    settings = settings_of(args, {field: getattr(args, field) for field in CHOSEN})
+    file = args.out / f"learning-try-{name}.json"
+    return train(args, settings, args.work / FOR_CHOICE, f"try-{name}", file, SHARED_GPU)
+
+
+def write_choice(args: argparse.Namespace) -> int:
+    files = [args.out / f"learning-try-{rate:g}-{size}.json" for rate in LEARNING_RATES for size in GROUPS]
+    runs = [json.loads(file.read_text()) for file in files if file.is_file()]
+    complete = [run for run in runs if is_complete(run)]
+    print(f"learn: {len(complete)} of {len(files)} candidates were measured")
+    if complete:
+        (args.out / CHOICE).write_text(json.dumps(choose(complete), indent=1) + "\n")
+    return 0 if len(complete) == len(files) else 1
+
+
 def run(args: argparse.Namespace) -> int:
+    chosen = {name: getattr(args, name) for name in CHOSEN}
+    if None in chosen.values():
+        file = args.out / CHOICE
+        if not file.is_file():
+            raise SystemExit(f"learn: {file} is missing; run `learn choose`, or give --learning-rate and --generations")
+        choice = json.loads(file.read_text())
+        chosen = {name: choice[name] for name in CHOSEN}
+    name = f"{args.arm}-{args.seed}"
+    return train(args, settings_of(args, chosen), args.work, name, args.out / f"learn-{name}.json")
+
+
+def settings_of(args: argparse.Namespace, chosen: dict[str, Any]) -> Settings:
+    given = {name: getattr(args, name) for name in ("steps", "save_every", "completions", "dtype", "eager")}
+    return Settings(**given, **chosen, warm_up=min(Settings.warm_up, args.steps - 1))
+
+
+def train(
+    args: argparse.Namespace, settings: Settings, data: Path, name: str, file: Path, flags: Sequence[str] = ()
+) -> int:
+    """Train, measure the accuracy of the weights, write the result and remove the weights."""
     exit_at_sigterm()
-    settings, output = settings_of(args), args.work / f"{args.arm}-{args.seed}"
+    output = args.work / name
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
-    paths = Paths(args.model, args.work / "train.jsonl", output)
-    command = [*program_of(args.arm, paths), *command_of(args.arm, settings, paths, args.seed), *args.flags]
+    paths = Paths(args.model, data / "train.jsonl", output)
+    command = [*program_of(args.arm, paths), *command_of(args.arm, settings, paths, args.seed), *flags]
     began = time.monotonic()
     code = finish(command, args.arm, output.with_suffix(".txt"), args.limit)
     seconds = round(time.monotonic() - began, 1)
     device, versions = machine(revision(), (*PACKAGES, *PACKAGES_OF_PEERS))
-    series = read_steps(args.arm, output)
+    series = read_steps(args.arm, output, settings.save_every)
     result = {
         "arm": args.arm,
         "seed": args.seed,
         "settings": asdict(settings),
-        "command": [text.replace(str(REPOSITORY), ".") for text in command],
         "device": device,
         "versions": versions,
         "exit_code": code,
         "seconds_of_process": seconds,
-        "before": None,
-        "after": None,
+        "held_out": [],
         **series,
     }
-    file = args.out / f"learn-{args.arm}-{args.seed}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(result) + "\n")  # now, because a session may end while the accuracy is measured
-    result["before"] = accuracy(args, settings, args.model, args.work / "before.json")
     if code == 0:
-        result["after"] = accuracy(args, settings, final_checkpoint(output), output / "after.json")
-    file.write_text(json.dumps(result) + "\n")
-    rewards = series["reward"]
-    print(f"learn: {args.arm}, seed {args.seed}: exit code {code}, {len(rewards)} steps in {seconds} s; {file}")
-    return 0 if code == 0 and len(rewards) == settings.steps else 1
+        saved = checkpoints(output)
+        results = measure([args.model, *saved.values()], data / "held_out.jsonl", settings, output / "accuracy.json")
+        result["held_out"] = [{"step": step, **one} for step, one in zip([0, *saved], results, strict=True)]
+        file.write_text(json.dumps(result) + "\n")
+        for folder in saved.values():
+            shutil.rmtree(folder)
+    print(f"learn: {name}: exit code {code}, {len(series['reward'])} steps in {seconds} s; {file}")
+    return 0 if is_complete(result) else 1
 
 
-def settings_of(args: argparse.Namespace) -> Settings:
-    given = {name: getattr(args, name) for name in ("steps", "prompts", "generations", "dtype", "eager")}
-    return Settings(**given, warm_up=min(Settings.warm_up, args.steps - 1))
+def measure(models: Sequence[Path], rows: Path, settings: Settings, file: Path) -> list[dict[str, Any]]:
+    """Return the held-out accuracy of each model."""
+    command = [sys.executable, "-m", f"{MODULES}.accuracy", *map(str, models), "--rows", str(rows), "--max-tokens",
+               str(settings.completion_tokens), "--dtype", settings.dtype, "--json", str(file)]  # fmt: skip
+    with file.with_suffix(".txt").open("wb") as log:
+        subprocess.run(command, env=environment_of_programs(), cwd=REPOSITORY, check=True, stdout=log,
+                       stderr=subprocess.STDOUT)  # fmt: skip
+    results: list[dict[str, Any]] = json.loads(file.read_text())
+    return results
 
 
 def program_of(arm: str, paths: Paths) -> list[str]:
@@ -126,51 +179,40 @@ def environment_of_programs() -> dict[str, str]:
     }
 
 
-def final_checkpoint(output: Path) -> Path:
-    """Return the folder of the weights that a trainer saved at the end."""
-    saved = sorted(output.rglob("*.safetensors"), key=lambda file: file.stat().st_mtime)
-    if not saved:
-        raise SystemExit(f"learn: {output} has no weights as safetensors")
-    return saved[-1].parent
-
-
-def accuracy(args: argparse.Namespace, settings: Settings, model: Path, file: Path) -> dict[str, Any]:
-    """Return the held-out accuracy of a model; that before training is measured once for all runs in a folder."""
-    if not file.is_file():
-        command = [sys.executable, "-m", f"{MODULES}.accuracy", str(model), "--base", str(args.model), "--rows",
-                   str(args.work / "held_out.jsonl"), "--max-tokens", str(settings.completion_tokens), "--json",
-                   str(file)]  # fmt: skip
-        with file.with_suffix(".txt").open("wb") as log:
-            subprocess.run(command, env=environment_of_programs(), cwd=REPOSITORY, check=True, stdout=log,
-                           stderr=subprocess.STDOUT)  # fmt: skip
-    measured: dict[str, Any] = json.loads(file.read_text())
-    return measured
-
-
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("report", help="write the page and its chart").set_defaults(call=lambda _: report())
-    for name, call in (("data", make_data), ("run", run)):
+    for name, call in (("data", make_data), ("try", try_candidate), ("choose", write_choice), ("run", run)):
         command = commands.add_parser(name, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         command.set_defaults(call=call)
         add = command.add_argument
-        add("--model", type=Path, required=True, help="folder of the model before training")
-        add("--work", type=Path, required=True, help="folder for the data and the outputs of runs")
-    add("--arm", choices=ARMS, required=True)
-    add("--seed", type=int, required=True)
-    add("--out", type=Path, required=True, help="folder for the result")
-    add("--limit", type=float, default=1500, help="seconds after which the training is ended")
-    add("--steps", type=int, default=Settings.steps)
-    add("--prompts", type=int, default=Settings.prompts, help="prompts of a step")
-    add("--generations", type=int, default=Settings.generations, help="completions of a prompt")
-    add("--dtype", choices=("bfloat16", "float32"), default=Settings.dtype)
-    add("--eager", action="store_true", help="vLLM without CUDA graphs")
-    add("flags", nargs="*", help="further flags of the trainer, after --")
+        if name != "choose":
+            add("--model", type=Path, required=True, help="folder of the model before training")
+            add("--work", type=Path, required=True, help="folder for the data and the outputs of runs")
+        if name != "data":
+            add("--out", type=Path, required=True, help="folder for results")
+        if name in ("try", "run"):
+            _add_options(add, name == "try")
     args = parser.parse_args(arguments)
     for name in {"model", "work", "out"} & set(vars(args)):
         setattr(args, name, getattr(args, name).resolve())
     return args
+
+
+def _add_options(add: Callable[..., Any], tries: bool) -> None:
+    if not tries:
+        add("--arm", choices=ARMS, required=True)
+        add("--seed", type=int, required=True)
+    chosen = "" if tries else "; if not given, that of the choice"
+    add("--learning-rate", type=float, required=tries, help=f"peak{chosen}")
+    add("--generations", type=int, required=tries, help=f"completions of a prompt{chosen}")
+    add("--limit", type=float, default=1500, help="seconds after which the training is ended")
+    add("--steps", type=int, default=STEPS if tries else Settings.steps)
+    add("--save-every", type=int, default=SAVE_EVERY if tries else Settings.save_every, help="steps")
+    add("--completions", type=int, default=Settings.completions, help="completions of a step")
+    add("--dtype", choices=("bfloat16", "float32"), default=Settings.dtype)
+    add("--eager", action="store_true", help="vLLM without CUDA graphs")
 
 
 def report() -> int:

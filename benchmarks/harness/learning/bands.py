@@ -1,4 +1,4 @@
-"""Mean and range over the seeds of a trainer, in windows of steps. Pure."""
+"""Mean and range over the seeds of a trainer, in windows of steps and where weights were saved. Pure."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Run = dict[str, Any]
 
 @dataclass(frozen=True)
 class Point:
-    """One window of the same steps in all runs of a trainer."""
+    """A value of the same steps in all runs of a trainer."""
 
     step: int  # the last of the window
-    seconds: float  # from the first step's beginning to the window's end, mean over seeds
-    mean: float  # reward
+    seconds: float  # from the first step's beginning to that step's end, mean over seeds
+    mean: float
     low: float
     high: float
 
@@ -33,26 +33,42 @@ def read_runs(repository: Path) -> list[Run]:
 
 
 def is_complete(run: Run) -> bool:
-    return run["exit_code"] == 0 and bool(run["after"]) and len(run["reward"]) == run["settings"]["steps"]
+    steps = run["settings"]["steps"]
+    is_scored = bool(run["held_out"]) and run["held_out"][-1]["step"] == steps
+    return run["exit_code"] == 0 and len(run["reward"]) == steps and is_scored
 
 
 def by_arm(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Return the complete runs of each trainer; raise ValueError if they do not have the same settings."""
-    complete = [run for run in runs if is_complete(run)]
+    """Return the complete runs of each trainer by seed; raise ValueError if they cannot be compared."""
+    complete = sorted((run for run in runs if is_complete(run)), key=lambda run: run["seed"])
     settings = {json.dumps(run["settings"], sort_keys=True) for run in complete}
     if len(settings) > 1:
         raise ValueError(f"learn: runs with different settings cannot be compared: {' and '.join(sorted(settings))}")
-    return {arm: [run for run in complete if run["arm"] == arm] for arm in ARMS}
+    arms = {arm: [run for run in complete if run["arm"] == arm] for arm in ARMS}
+    for arm, of_arm in arms.items():
+        seeds = [run["seed"] for run in of_arm]
+        if len(set(seeds)) < len(seeds):
+            raise ValueError(f"learn: {FILES} has a seed of {arm} twice, among {seeds}; keep one of the files")
+    return arms
 
 
-def band(runs: Sequence[Run]) -> list[Point]:
-    """Return the points of a trainer's curve; steps after the last whole window are left out."""
-    points = []
-    for end in range(WINDOW, min((len(run["reward"]) for run in runs), default=0) + 1, WINDOW):
-        rewards = [statistics.fmean(run["reward"][end - WINDOW : end]) for run in runs]
-        seconds = statistics.fmean(run["seconds"][end - 1] for run in runs)
-        points.append(Point(end, seconds, statistics.fmean(rewards), min(rewards), max(rewards)))
-    return points
+def rewards(runs: Sequence[Run]) -> list[Point]:
+    """Return the mean reward of each window; steps after the last whole window are left out."""
+    ends = range(WINDOW, min((len(run["reward"]) for run in runs), default=0) + 1, WINDOW)
+    return [_point(runs, end, [statistics.fmean(run["reward"][end - WINDOW : end]) for run in runs]) for end in ends]
+
+
+def accuracies(runs: Sequence[Run]) -> list[Point]:
+    """Return the held-out accuracy before training and of all weights that were saved."""
+    steps = [point["step"] for point in runs[0]["held_out"]] if runs else []
+    return [
+        _point(runs, step, [run["held_out"][place]["accuracy"] for run in runs]) for place, step in enumerate(steps)
+    ]
+
+
+def _point(runs: Sequence[Run], step: int, values: Sequence[float]) -> Point:
+    seconds = statistics.fmean(run["seconds"][step - 1] for run in runs) if step else 0.0
+    return Point(step, seconds, statistics.fmean(values), min(values), max(values))
 
 
 def steps_below(bands: Mapping[str, Sequence[Point]]) -> list[int]:

@@ -1,4 +1,4 @@
-"""docs/learning.svg: the reward over steps and over seconds, as a line of means in a band of seeds. Pure."""
+"""docs/learning.svg: reward and accuracy over steps and over seconds, as lines of means in bands of seeds. Pure."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from .bands import Point
 
 COLOUR_OF = dict(zip(ARMS, (COLOURS[name] for name in ("generation", "switch", "forward_backward", "logprobs")),
                      strict=True))  # fmt: skip
-PLOT, HEIGHT, LEFT, TOP, GAP = 360, 240, 46, 40, 60
+PLOT, HEIGHT, LEFT, TOP, GAP, BELOW = 360, 240, 46, 40, 60, 70
 TICKS = 4
+_AXES: dict[str, Callable[[Point], float]] = {"step": lambda point: point.step, "second": lambda point: point.seconds}
 
 
-def draw(bands: Mapping[str, Sequence[Point]]) -> str:
-    shown = {arm: points for arm, points in bands.items() if points}
-    top = max(point.high for points in shown.values() for point in points) or 1.0
+def draw(rewards: Mapping[str, Sequence[Point]], accuracies: Mapping[str, Sequence[Point]]) -> str:
+    rows = [("reward", rewards), ("held-out accuracy", accuracies)]
+    shown = [arm for arm in rewards if rewards[arm]]
     panels = [
-        _panel(shown, lambda point: point.step, "step", LEFT, top),
-        _panel(shown, lambda point: point.seconds, "seconds", LEFT + PLOT + GAP, top),
+        _panel({arm: bands[arm] for arm in shown}, _AXES[axis], f"{name} over {axis}s", (column, row))
+        for row, (name, bands) in enumerate(rows)
+        for column, axis in enumerate(_AXES)
     ]
-    size = f'viewBox="0 0 {LEFT + 2 * PLOT + GAP + 20} {TOP + HEIGHT + 46}"'
-    return document(size, 13, [_legend(list(shown)), *panels])
+    size = f'viewBox="0 0 {LEFT + 2 * PLOT + GAP + 20} {TOP + 2 * HEIGHT + BELOW + 46}"'
+    return document(size, 13, [_legend(shown), *panels])
 
 
 def _legend(arms: Sequence[str]) -> str:
@@ -36,12 +38,14 @@ def _legend(arms: Sequence[str]) -> str:
 
 
 def _panel(
-    bands: Mapping[str, Sequence[Point]], of: Callable[[Point], float], title: str, left: int, top: float
+    bands: Mapping[str, Sequence[Point]], of: Callable[[Point], float], title: str, place: tuple[int, int]
 ) -> str:
+    """Draw a band and a line for each trainer; `place` is the panel's column and row."""
     last = max(of(point) for points in bands.values() for point in points)
-    bottom = TOP + HEIGHT
+    top = max(point.high for points in bands.values() for point in points) or 1.0
+    left, bottom = LEFT + place[0] * (PLOT + GAP), TOP + HEIGHT + place[1] * (HEIGHT + BELOW)
 
-    def place(point: Point, value: float) -> str:
+    def at(point: Point, value: float) -> str:
         return f"{left + of(point) / last * PLOT:.1f},{bottom - value / top * HEIGHT:.1f}"
 
     elements = [f'<text x="{left + PLOT / 2:.0f}" y="{bottom + 38}" text-anchor="middle">{title}</text>']
@@ -53,8 +57,8 @@ def _panel(
             f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{last * tick / TICKS:.0f}</text>',
         ]
     for arm, points in bands.items():
-        edge = [*(place(point, point.low) for point in points), *(place(point, point.high) for point in points[::-1])]
-        line = " ".join(place(point, point.mean) for point in points)
+        edge = [*(at(point, point.low) for point in points), *(at(point, point.high) for point in points[::-1])]
+        line = " ".join(at(point, point.mean) for point in points)
         elements.append(f'<polygon points="{" ".join(edge)}" fill="{COLOUR_OF[arm]}" fill-opacity="0.2"/>')
         elements.append(f'<polyline points="{line}" fill="none" stroke="{COLOUR_OF[arm]}" stroke-width="2"/>')
     return "\n".join(elements)

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
+from typing import Any
 
 from benchmarks.harness.markdown import table
+from benchmarks.harness.other_pages import with_table
 from benchmarks.harness.paths import REPOSITORY
 from benchmarks.harness.results import ARMS, NAMES
 
-from .bands import FILES, WINDOW, Point, Run, band, by_arm, is_complete, read_runs, seconds_per_step, steps_below
+from .bands import (
+    FILES,
+    WINDOW,
+    Point,
+    Run,
+    accuracies,
+    by_arm,
+    is_complete,
+    read_runs,
+    rewards,
+    seconds_per_step,
+    steps_below,
+)
 from .curves import draw
-from .prompts import INSTRUCTION, SYSTEM, TASK, TASK_SETTINGS
+from .prompts import HELD_OUT, QUESTION, SEARCH, SYSTEM, TASK
+from .search import CHOICE, CHOSEN, GROUPS, LEARNING_RATES, SEED, STEPS
 from .settings import TEMPLATE, Paths, Settings, command_of
 
-PAGE, CHART = Path("docs/learning.md"), Path("docs/learning.svg")
+PAGE, CHART, README = Path("docs/learning.md"), Path("docs/learning.svg"), Path("README.md")
+IN_README = ("<!-- curves -->\n", "<!-- end of curves -->\n")
 NOT_RUN = "not run yet"
 SEEDS = (1, 2, 3)
 INTRODUCTION = f"""\
@@ -30,24 +47,31 @@ trainer, TRL and verl. Model, prompts, rewards, batch and optimizer are the same
 METHOD = f"""\
 ## Task and accuracy
 
-* Problems: `{TASK}` of reasoning_gym with `{TASK_SETTINGS}`, followed by
-  "{INSTRUCTION}" No held-out problem is a training problem.
-* Reward: reasoning_gym's score. It is 1 for the solution alone, and less for a completion that contains it.
+* Problems: `{TASK}`, sums and differences, as in
+  "{QUESTION.format("15 - 43 + 7")}"
+  No held-out problem is a training problem.
+* Reward: 1 if the last number of the completion is the solution, and 0 otherwise.
 * Prompts: every row has the system prompt "{SYSTEM}".
   The model's own template adds it where there is none, but ms-swift's template `{TEMPLATE}` does not. With it, both
   make the same tokens. TRL and verl use the model's own. `python -m benchmarks.learn data` checks every row.
-* Accuracy: one program measures the checkpoints of all trainers, with vLLM, greedily, on the 256 held-out problems. It
-  counts completions with the full score. Tokenizer and template are those of the model before training.
-* Learning rate and group size were set before any run of this page, and not searched: they are those of an earlier run
-  on other sums.
-* Seconds: from the beginning of the first step, without start and saving. *A step* is the median without the first.
+* Accuracy: the share of {HELD_OUT} held-out problems that are solved greedily. One program measures the weights that
+  each trainer saves, with vLLM in bf16. Tokenizer and template are those of the model before training.
+* Seconds: from the beginning of the first step, without start and saving: a step that begins with saving counts as the
+  median step. *A step* is the median without the first. Each run has a GPU and its share of the cores for itself.
+"""
+CHOOSING = f"""\
+## Learning rate and group size
+
+They are chosen with this package alone, on other problems, `{SEARCH}`, with seed {SEED} and
+{STEPS} steps. The rule was set before the search: the highest held-out accuracy on average over the weights that are
+saved in training.
 """
 DIFFERENCES = """\
 ## Remaining differences
 
 * Precision: both Megatron trainers compute in bf16 with fp32 copies of the weights in the optimizer. TRL and verl keep
   fp32 weights and compute in bf16.
-* Micro batches: this package packs by tokens, ms-swift trains 32 completions at a time, TRL all of them, verl packs.
+* Micro batches: this package packs by tokens, ms-swift trains at most 32 completions at a time, TRL all, verl packs.
 * Weight decay is 0, because trainers differ in the parameters that they exempt.
 * Seeds: each trainer shuffles prompts in its own way. verl gets the seed for its data alone, and TRL does not pass it
   to vLLM.
@@ -58,26 +82,40 @@ DIFFERENCES = """\
 
 
 def write_page(repository: Path) -> None:
-    for path, text in files(read_runs(repository)).items():
+    for path, text in of_repository(repository).items():
         (repository / path).write_text(text)
 
 
-def files(runs: Sequence[Run]) -> dict[Path, str]:
+def of_repository(repository: Path) -> dict[Path, str]:
+    """Return the page, its chart and the README from the JSON files of a repository."""
+    choices = [json.loads(file.read_text()) for file in repository.glob(f"benchmarks/*/parts/{CHOICE}")]
+    if len(choices) > 1:
+        raise ValueError(f"learn: the repository has {len(choices)} files {CHOICE}; keep one")
+    written = files(read_runs(repository), choices[0] if choices else None)
+    image = f"[![Learning curves]({CHART})]({PAGE})\n" if CHART in written else ""
+    return written | {README: with_table((repository / README).read_text(), IN_README, image)}
+
+
+def files(runs: Sequence[Run], choice: dict[str, Any] | None) -> dict[Path, str]:
     """Return the page, and its chart if a trainer has a complete run, by their paths in the repository."""
     arms = by_arm(runs)
-    bands = {arm: band(runs_of_arm) for arm, runs_of_arm in arms.items()}
-    drawn = any(bands.values())
+    complete = [run for of_arm in arms.values() for run in of_arm]
+    settings = Settings(**complete[0]["settings"]) if complete else Settings()
+    if choice and complete and any(choice[name] != getattr(settings, name) for name in CHOSEN):
+        raise ValueError(f"learn: the runs do not have the {' and '.join(CHOSEN)} of {CHOICE}")
+    of_reward, of_accuracy = ({arm: of(runs) for arm, runs in arms.items()} for of in (rewards, accuracies))
     sections = [
         INTRODUCTION,
-        *(["![Reward over steps and over seconds](learning.svg)\n"] if drawn else []),
+        *(["![Reward and held-out accuracy over steps and over seconds](learning.svg)\n"] if complete else []),
         f"## Results\n\n{_results(arms)}",
         *_not_run(arms, runs),
-        *([_rewards(bands)] if drawn else []),
+        *([_rewards(of_reward), _accuracies(of_accuracy)] if complete else []),
         METHOD,
+        f"{CHOOSING}\n{_candidates(choice)}",
         DIFFERENCES,
-        _commands(arms),
+        _commands(arms, settings),
     ]
-    return {PAGE: "\n".join(sections)} | ({CHART: draw(bands)} if drawn else {})
+    return {PAGE: "\n".join(sections)} | ({CHART: draw(of_reward, of_accuracy)} if complete else {})
 
 
 def _results(arms: Mapping[str, list[Run]]) -> str:
@@ -89,8 +127,8 @@ def _results(arms: Mapping[str, list[Run]]) -> str:
         "seeds": lambda arm: ", ".join(str(run["seed"]) for run in arms[arm]) or NOT_RUN,
         "GPU": lambda arm: ", ".join(sorted({run["device"] for run in arms[arm]})) or NOT_RUN,
         f"reward, last {WINDOW} steps": mean(lambda run: statistics.fmean(run["reward"][-WINDOW:]), ".3f"),
-        "accuracy before": mean(lambda run: run["before"]["accuracy"], ".1%"),
-        "after": mean(lambda run: run["after"]["accuracy"], ".1%"),
+        "accuracy before": mean(lambda run: run["held_out"][0]["accuracy"], ".1%"),
+        "after": mean(lambda run: run["held_out"][-1]["accuracy"], ".1%"),
         "s a step": mean(seconds_per_step, ".2f"),
         "s of all steps": mean(lambda run: run["seconds"][-1], ".0f"),
     }
@@ -104,7 +142,7 @@ def _not_run(arms: Mapping[str, list[Run]], runs: Sequence[Run]) -> list[str]:
              if missing]  # fmt: skip
     lines += [
         f"* {NAMES[run['arm']]}, seed {run['seed']}: ended after {len(run['reward'])} of {run['settings']['steps']} "
-        f"steps (exit code {run['exit_code']}); not in the table."
+        f"steps and {len(run['held_out'])} accuracies (exit code {run['exit_code']}); not in the table."
         for run in runs
         if not is_complete(run)
     ]
@@ -112,13 +150,9 @@ def _not_run(arms: Mapping[str, list[Run]], runs: Sequence[Run]) -> list[str]:
 
 
 def _rewards(bands: Mapping[str, Sequence[Point]]) -> str:
-    shown = [arm for arm in bands if bands[arm]]
-    columns: dict[str, Callable[[int], str]] = {
-        "steps": lambda place: f"{bands[shown[0]][place].step - WINDOW + 1} to {bands[shown[0]][place].step}"
-    } | {NAMES[arm]: (lambda place, arm=arm: _range(bands[arm][place])) for arm in shown}
     text = f"## Rewards\n\nMean over seeds, with the lowest and the highest seed in brackets.\n\n" \
-           f"{table(columns, range(len(bands[shown[0]])))}"  # fmt: skip
-    if shown[0] == "ours" and len(shown) > 1:
+           f"{_table(bands, 'steps', lambda point: f'{point.step - WINDOW + 1} to {point.step}', '.3f')}"  # fmt: skip
+    if bands["ours"] and sum(map(bool, bands.values())) > 1:
         below = steps_below(bands)
         verdict = f"is below all other seeds in the windows that end with {', '.join(map(str, below))}" if below else \
             "is nowhere below all seeds of the other trainers"  # fmt: skip
@@ -126,16 +160,53 @@ def _rewards(bands: Mapping[str, Sequence[Point]]) -> str:
     return text
 
 
-def _range(point: Point) -> str:
-    return f"{point.mean:.3f} ({point.low:.3f} to {point.high:.3f})"
+def _accuracies(bands: Mapping[str, Sequence[Point]]) -> str:
+    text = f"## Held-out accuracy\n\n{_table(bands, 'after step', lambda point: str(point.step), '.1%')}"
+    ratios = {arm: points[-1].mean / points[0].mean for arm, points in bands.items() if points and points[0].mean}
+    times = ", ".join(f"{ratio:.1f} ({NAMES[arm]})" for arm, ratio in ratios.items())
+    return f"{text}\nAccuracy after training divided by that before: {times}.\n" if ratios else text
 
 
-def _commands(arms: Mapping[str, list[Run]]) -> str:
+def _table(bands: Mapping[str, Sequence[Point]], first: str, name: Callable[[Point], str], form: str) -> str:
+    """Return the points of all trainers that have any, one row for each step."""
+    shown = [arm for arm in bands if bands[arm]]
+    columns: dict[str, Callable[[int], str]] = {first: lambda place: name(bands[shown[0]][place])} | {
+        NAMES[arm]: (lambda place, arm=arm: _range(bands[arm][place], form)) for arm in shown
+    }
+    return table(columns, range(len(bands[shown[0]])))
+
+
+def _range(point: Point, form: str) -> str:
+    return f"{point.mean:{form}} ({point.low:{form}} to {point.high:{form}})"
+
+
+def _candidates(choice: dict[str, Any] | None) -> str:
+    """Return the table of the candidates that were measured, the chosen one first in words."""
+    if choice is None:
+        rates, groups = (", ".join(f"{value:g}" for value in values) for values in (LEARNING_RATES, GROUPS))
+        return f"The search, over the learning rates {rates} and groups of {groups}, was {NOT_RUN}.\n"
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "learning rate": lambda row: f"{row['learning_rate']:g}",
+        "group": lambda row: str(row["generations"]),
+    } | {
+        f"after step {step}": lambda row, step=step: f"{row['accuracies'][step]:.1%}"
+        for step in choice["candidates"][0]["accuracies"]
+    }  # fmt: skip
+    columns["mean in training"] = lambda row: f"{row['mean']:.1%}"
+    missing = len(LEARNING_RATES) * len(GROUPS) - len(choice["candidates"])
+    note = f" {missing} candidates did not end and are missing." if missing else ""
+    return f"""\
+Chosen: {choice["learning_rate"]:g} and groups of {choice["generations"]}, on {", ".join(choice["device"])}.{note}
+
+{table(columns, choice["candidates"])}"""
+
+
+def _commands(arms: Mapping[str, list[Run]], settings: Settings) -> str:
     """Return every flag of every trainer, as seed 1 has them, and the versions that were installed."""
     text = "## Flags\n\nAll flags of seed 1; a trainer's other settings are its defaults.\n"
     paths = Paths(Path("MODEL"), Path("train.jsonl"), Path("OUTPUT"))
     for arm in ARMS:
-        given = command_of(arm, Settings(), paths, 1)
+        given = command_of(arm, settings, paths, 1)
         flags = " ".join(given).replace(f"{REPOSITORY}/", "")
         wrapped = fill(flags, 118, break_long_words=False, break_on_hyphens=False)
         versions = ", ".join(f"{name} {version}" for run in arms[arm][:1] for name, version in run["versions"].items())

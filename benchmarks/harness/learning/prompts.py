@@ -3,31 +3,59 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import random
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from .settings import MODEL_TYPE, PLUGIN, TEMPLATE
+from .settings import MODEL_TYPE, TEMPLATE
 
-TASK, TASK_SETTINGS = "chain_sum", {"max_terms": 3, "max_digits": 2}
-INSTRUCTION = "Answer with the number only."
 # SmolLM2's chat template adds this text where a conversation has no system prompt, and ms-swift's chatml adds none.
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+QUESTION = "State the final answer to the following arithmetic problem: {} = Answer with the number only."
+DRAWN, HELD_OUT = 8192, 256  # problems; those that are drawn twice count once
 
 
-def write_data(folder: Path) -> None:
+@dataclass(frozen=True)
+class Problems:
+    """Sums and differences of random numbers."""
+
+    terms: tuple[int, int]  # fewest and most
+    digits: tuple[int, int]  # fewest and most, the same for all terms of a problem
+    seed: int
+
+    def draw(self) -> dict[str, int]:
+        """Return solutions by their problems."""
+        generator = random.Random(self.seed)
+        solutions = {}
+        for _ in range(DRAWN):
+            terms, digits = generator.randint(*self.terms), generator.randint(*self.digits)
+            values = [generator.randrange(10 ** (digits - 1), 10**digits) for _ in range(terms)]
+            signs = [1, *generator.choices((1, -1), k=terms - 1)]
+            parts = [f"{'+' if sign > 0 else '-'} {value}" for sign, value in zip(signs, values, strict=True)]
+            problem = " ".join(parts).removeprefix("+ ")
+            solutions[problem] = sum(sign * value for sign, value in zip(signs, values, strict=True))
+        return solutions
+
+
+TASK = Problems(terms=(2, 3), digits=(1, 2), seed=0)
+SEARCH = Problems(terms=(4, 4), digits=(1, 1), seed=1)  # for the choice of settings; no problem of TASK has 4 terms
+
+
+def write_data(folder: Path, problems: Problems) -> None:
     """Write train.jsonl and held_out.jsonl, which have no problem in common."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(PLUGIN), str(folder), TASK, json.dumps(TASK_SETTINGS), INSTRUCTION]
-    subprocess.run(command, check=True)
-    for file in (folder / "train.jsonl", folder / "held_out.jsonl"):
-        rows = read_rows(file)
-        for row in rows:
-            row["messages"].insert(0, {"role": "system", "content": SYSTEM})
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [
+        {
+            "messages": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION.format(problem)}],
+            "solution": str(solution),
+        }
+        for problem, solution in problems.draw().items()
+    ]
+    for name, part in (("held_out", rows[:HELD_OUT]), ("train", rows[HELD_OUT:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:

@@ -13,18 +13,21 @@ from benchmarks.peers.settings import BETAS, CLIP_GRAD, TEMPERATURE, SwiftFlags
 from benchmarks.peers.trl_settings import TrlSetting, trl_flags
 from benchmarks.peers.verl_settings import VerlSetting, VerlSizes, verl_overrides, verl_paths
 
-PLUGIN = REPOSITORY / "templates" / "plugins" / "reasoning_task.py"
-VERL_REWARD = Path(__file__).with_name("verl_reward.py")
+PLUGIN = REPOSITORY / "benchmarks" / "harness" / "instrument" / "sums.py"
+VERL_REWARD = Path(__file__).with_name("reward.py")
 MODEL_TYPE, TEMPLATE = "llama", "chatml"  # names of ms-swift
 ENGINE = ("--vllm_gpu_memory_utilization", "0.3", "--sleep_level", "0")  # vLLM stays awake in all trainers
+# For several runs on a GPU: vLLM does not size its cache by the memory that the others leave.
+SHARED_GPU = ("--vllm_gpu_memory_utilization", "0.1", "--vllm_engine_kwargs", '{"kv_cache_memory_bytes": 4000000000}')
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that all trainers share; learning rate and group size are those of an earlier run on other sums."""
+    """Settings that all trainers share; `learn choose` chooses the learning rate and the group size."""
 
     steps: int = 300
-    prompts: int = 32  # of a step
+    save_every: int = 60  # steps; the held-out accuracy of these weights is measured
+    completions: int = 256  # of a step: one rollout, one optimizer step
     generations: int = 8  # of a prompt
     prompt_tokens: int = 128  # at most
     completion_tokens: int = 64  # at most
@@ -36,9 +39,9 @@ class Settings:
     eager: bool = False  # vLLM without CUDA graphs
 
     @property
-    def completions(self) -> int:
-        """Return the completions of a step: one rollout, one optimizer step."""
-        return self.prompts * self.generations
+    def prompts(self) -> int:
+        """Return the prompts of a step."""
+        return self.completions // self.generations
 
     @property
     def tokens(self) -> int:
@@ -78,7 +81,7 @@ def _megatron(arm: str, settings: Settings, paths: Paths, seed: int) -> list[str
         "dataset_num_proc": 1,
         "dataloader_num_workers": 0,
         "external_plugins": PLUGIN,
-        "reward_funcs": "reasoning_task",
+        "reward_funcs": "sum",
         "num_generations": settings.generations,
         "global_batch_size": settings.completions,
         "steps_per_generation": 1,
@@ -106,7 +109,7 @@ def _megatron(arm: str, settings: Settings, paths: Paths, seed: int) -> list[str
         "seed": seed,
         "output_dir": paths.output,
         "add_version": False,
-        "save_steps": settings.steps,
+        "save_steps": settings.save_every,
         "no_save_optim": True,
         "no_save_rng": True,
         "logging_steps": 1,
@@ -138,6 +141,9 @@ def _trl(settings: Settings, paths: Paths, seed: int) -> list[str]:
         "warmup_steps": settings.warm_up,
         "weight_decay": settings.weight_decay,
         "shuffle_dataset": True,
+        "save_strategy": "steps",
+        "save_steps": settings.save_every,
+        "save_only_model": True,
         "seed": seed,
     }
     # The last of two equal flags counts.
@@ -163,7 +169,7 @@ def _verl(settings: Settings, paths: Paths, seed: int) -> list[str]:
         f"{actor}.optim.weight_decay": settings.weight_decay,
         f"{actor}.checkpoint.save_contents": "[hf_model]",
         "actor_rollout_ref.rollout.ignore_eos": False,
-        "trainer.save_freq": settings.steps,
+        "trainer.save_freq": settings.save_every,
     }
     return [f"{name}={value}" for name, value in values.items()]
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness.learning.prompts import read_rows
+from benchmarks.harness.learning.reward import score
 from swift_megatron_grpo.platforms import cpu
 
 
@@ -30,8 +31,6 @@ def train() -> None:
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser
     from vllm import LLM
-
-    from templates.plugins.reasoning_task import score
 
     config, model, arguments = TrlParser((GRPOConfig, ModelConfig, Arguments)).parse_args_and_config()
     if arguments.enforce_eager:
@@ -52,19 +51,18 @@ def train() -> None:
                 with (output / "steps.jsonl").open("a") as file:
                     file.write(json.dumps(row) + "\n")
 
-    def reasoning_task(completions: list[list[dict[str, str]]], problem: list[str], **columns: Any) -> list[float]:
-        return [score(turns[0]["content"], json.loads(row)) for turns, row in zip(completions, problem, strict=True)]
+    def reward(completions: list[list[dict[str, str]]], solution: list[str], **columns: Any) -> list[float]:
+        return [score(turns[0]["content"], right) for turns, right in zip(completions, solution, strict=True)]
 
-    rows = [{"prompt": row["messages"], "problem": row["problem"]} for row in read_rows(Path(arguments.rows))]
+    rows = [{"prompt": row["messages"], "solution": row["solution"]} for row in read_rows(Path(arguments.rows))]
     trainer = GRPOTrainer(
         model=model.model_name_or_path,
-        reward_funcs=reasoning_task,
+        reward_funcs=reward,
         args=config,
         train_dataset=Dataset.from_list(rows),
         callbacks=[Log()],
     )
     trainer.train()
-    trainer.save_model(str(output / "final"))
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ from benchmarks.peers.verl_arm import ENVIRONMENT
 
 
 def write_parquet(rows: Path, file: Path) -> None:
-    """Write the dataset as verl reads it; the reward gets the problem as the ground truth."""
+    """Write the dataset as verl reads it."""
     from datasets import Dataset
 
     columns = [
-        {"data_source": "reasoning_task", "prompt": row["messages"], "reward_model": {"ground_truth": row["problem"]}}
+        {"data_source": "sums", "prompt": row["messages"], "reward_model": {"ground_truth": row["solution"]}}
         for row in read_rows(rows)
     ]
     Dataset.from_list(columns).to_parquet(file)

@@ -14,14 +14,16 @@ from transformers import LlamaConfig, get_constant_schedule_with_warmup
 from trl import GRPOConfig, ModelConfig, TrlParser
 from trl.data_utils import apply_chat_template
 
+from benchmarks.harness.instrument.sums import Sum
 from benchmarks.harness.learning import page
 from benchmarks.harness.learning.accuracy import result_of
-from benchmarks.harness.learning.bands import band, by_arm, read_runs, seconds_per_step, steps_below
-from benchmarks.harness.learning.prompts import SYSTEM, differing_prompts, tokens_of_peers
+from benchmarks.harness.learning.bands import accuracies, by_arm, rewards, seconds_per_step, steps_below
+from benchmarks.harness.learning.prompts import SEARCH, SYSTEM, TASK, differing_prompts, tokens_of_peers
+from benchmarks.harness.learning.reward import compute_score
+from benchmarks.harness.learning.search import choose
 from benchmarks.harness.learning.settings import Paths, Settings, command_of
-from benchmarks.harness.learning.steps import read_steps
+from benchmarks.harness.learning.steps import checkpoints, read_steps, without_saving
 from benchmarks.harness.learning.trl_arm import Arguments
-from benchmarks.harness.learning.verl_reward import compute_score
 from scripts.make_tiny_model import make_tokenizer
 from tests.paths import REPOSITORY
 
@@ -33,7 +35,6 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 USER = {"role": "user", "content": "State the final answer to the following arithmetic problem: 5 + 31 = Number only."}
-PROBLEM = {"question": "5 + 31 =", "answer": "36", "metadata": {"source_dataset": "chain_sum"}}
 PATHS = Paths(Path("model"), Path("rows.jsonl"), Path("output"))
 
 
@@ -113,11 +114,18 @@ def test_the_learning_rate_rises_alike_in_megatron_and_trl() -> None:
     assert mine.param_groups[0]["lr"] == lr
 
 
-def test_the_held_out_accuracy_counts_only_the_full_score() -> None:
-    row = {"problem": json.dumps(PROBLEM)}
-    result = result_of(["36", " 36\n", "It is 36.", "35"], [row] * 4)
-    assert result["accuracy"] == 0.5 and 0.5 < result["score"] < 0.75
-    assert compute_score("", "36", row["problem"]) == 1
+def test_reward_and_accuracy_are_the_same_in_all_trainers() -> None:
+    texts, solutions = ["36", "5 + 31 = 36.", "36 or 35", "136", "no number", "4 - 40 = -36"], ["36"] * 5 + ["-36"]
+    scores = [compute_score("", text, solution) for text, solution in zip(texts, solutions, strict=True)]
+    assert scores == [1, 1, 0, 0, 0, 1] == Sum()(texts, solutions)
+    assert result_of(texts, [{"solution": solution} for solution in solutions])["accuracy"] == 0.5
+
+
+def test_problems_are_solved_and_those_for_the_choice_are_others() -> None:
+    task, other = TASK.draw(), SEARCH.draw()
+    assert all(eval(problem) == solution for problem, solution in (task | other).items())
+    assert {len(problem.split()) for problem in task} == {3, 5} and {len(problem.split()) for problem in other} == {7}
+    assert min(map(len, (task, other))) > 5000
 
 
 # ---- logs, bands and the page
@@ -135,61 +143,111 @@ def test_steps_are_read_from_the_log_of_each_trainer(tmp_path: Path) -> None:
         ("ours", "logging.jsonl", [*swift, {"memory": 3}]), ("trl", "steps.jsonl", trl), ("verl", "steps.jsonl", verl)
     ):  # fmt: skip
         (tmp_path / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        assert read_steps(arm, tmp_path) == {
+        assert read_steps(arm, tmp_path, 60) == {
             "reward": [0.1, 0.2], "length": [9.0, 9.0], "learning_rate": [1e-5, 1e-5], "seconds": [0.5, 1.0]
         }  # fmt: skip
-    assert read_steps("stock", tmp_path / "nowhere")["reward"] == []
+    assert read_steps("stock", tmp_path / "nowhere", 60)["reward"] == []
+
+
+def test_a_step_that_begins_with_saving_counts_as_the_median_step() -> None:
+    assert without_saving([3.0, 4.0, 9.0, 10.0, 17.0], save_every=2) == [3.0, 4.0, 5.0, 6.0, 7.0]
+    assert without_saving([1.0, 2.0], save_every=2) == [1.0, 2.0] and without_saving([], save_every=2) == []
+
+
+def test_weights_are_found_in_the_folders_of_all_trainers(tmp_path: Path) -> None:
+    for folder in ("checkpoint-120", "checkpoint-60", "global_step_180/actor/huggingface", "start"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "model.safetensors").touch()
+    (tmp_path / "checkpoint-180").mkdir()  # without weights
+    assert list(checkpoints(tmp_path).items()) == [
+        (60, tmp_path / "checkpoint-60"), (120, tmp_path / "checkpoint-120"),
+        (180, tmp_path / "global_step_180/actor/huggingface"),
+    ]  # fmt: skip
+
+
+def candidate(rate: float, generations: int, *scores: float) -> dict[str, Any]:
+    held_out = [{"step": 50 * place, "accuracy": score} for place, score in enumerate(scores)]
+    return {"settings": {"learning_rate": rate, "generations": generations}, "held_out": held_out,
+            "device": "NVIDIA H200"}  # fmt: skip
+
+
+def test_the_choice_has_the_highest_mean_accuracy_after_training_began() -> None:
+    choice = choose([candidate(2e-5, 8, 0.9, 0.1, 0.5), candidate(1e-5, 16, 0.1, 0.3, 0.4)])
+    assert (choice["learning_rate"], choice["generations"], choice["device"]) == (1e-5, 16, ["NVIDIA H200"])
+    assert [row["mean"] for row in choice["candidates"]] == [0.35, 0.3]
+    text = page.files([], json.loads(json.dumps(choice)))[page.PAGE]
+    assert "Chosen: 1e-05 and groups of 16, on NVIDIA H200. 4 candidates did not end and are missing." in text
+    assert "| learning rate | group | after step 0 | after step 50 | after step 100 | mean in training |" in text
+    assert "| 2e-05 | 8 | 90.0% | 10.0% | 50.0% | 30.0% |" in text
+    with pytest.raises(ValueError, match="do not have the learning_rate and generations"):
+        page.files([some_run("ours", 1, 0.1)], choice)
 
 
 def some_run(arm: str, seed: int, reward: float, **values: Any) -> dict[str, Any]:
     """Return a run of 40 steps of 0.5 s, whose reward doubles after half of them."""
     return {
         "arm": arm, "seed": seed, "settings": {"steps": 40}, "device": "NVIDIA H200", "versions": {"torch": "2.11.0"},
-        "exit_code": 0, "before": {"accuracy": 0.0625}, "after": {"accuracy": 0.25},
+        "exit_code": 0, "held_out": [{"step": 0, "accuracy": 0.0625}, {"step": 40, "accuracy": reward}],
         "reward": [reward] * 20 + [2 * reward] * 20, "seconds": [0.5 * (step + 1) for step in range(40)], **values,
     }  # fmt: skip
 
 
 def test_a_band_has_the_mean_and_the_range_of_seeds() -> None:
-    first, second = band([some_run("ours", 1, 0.1), some_run("ours", 2, 0.2)])
+    runs = [some_run("ours", 1, 0.1), some_run("ours", 2, 0.2)]
+    first, second = rewards(runs)
     assert (first.step, first.seconds, first.low, first.high) == (20, 10.0, pytest.approx(0.1), pytest.approx(0.2))
     assert (second.step, second.seconds, second.mean) == (40, 20.0, pytest.approx(0.3))
-    assert band([]) == [] and seconds_per_step(some_run("ours", 1, 0.1)) == 0.5
+    before, after = accuracies(runs)
+    assert (before.step, before.seconds, before.mean) == (0, 0.0, 0.0625)
+    assert (after.step, after.seconds, after.low, after.high) == (40, 20.0, 0.1, 0.2)
+    assert rewards([]) == accuracies([]) == [] and seconds_per_step(some_run("ours", 1, 0.1)) == 0.5
 
 
 def test_windows_below_every_seed_of_the_others_are_named() -> None:
-    others = {"trl": band([some_run("trl", 1, 0.2), some_run("trl", 2, 0.4)]), "verl": []}
-    assert steps_below({"ours": band([some_run("ours", 1, 0.1)]), **others}) == [20, 40]
-    assert steps_below({"ours": band([some_run("ours", 1, 0.3)]), **others}) == []
-    assert steps_below({"ours": band([some_run("ours", 1, 0.1)])}) == []
+    others = {"trl": rewards([some_run("trl", 1, 0.2), some_run("trl", 2, 0.4)]), "verl": []}
+    assert steps_below({"ours": rewards([some_run("ours", 1, 0.1)]), **others}) == [20, 40]
+    assert steps_below({"ours": rewards([some_run("ours", 1, 0.3)]), **others}) == []
+    assert steps_below({"ours": rewards([some_run("ours", 1, 0.1)])}) == []
 
 
-def test_runs_with_other_settings_are_not_compared() -> None:
+def test_runs_of_several_sessions_merge_by_trainer_and_seed() -> None:
+    runs = [some_run("trl", 2, 0.1), some_run("trl", 1, 0.1), some_run("ours", 3, 0.1)]
+    assert {arm: [run["seed"] for run in of_arm] for arm, of_arm in by_arm(runs).items()} == {
+        "ours": [3], "stock": [], "trl": [1, 2], "verl": []
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="a seed of trl twice"):
+        by_arm([*runs, runs[0]])
     with pytest.raises(ValueError, match="different settings"):
         by_arm([some_run("ours", 1, 0.1), some_run("trl", 1, 0.1, settings={"steps": 40, "prompts": 8})])
 
 
 def test_the_page_states_what_was_not_run_and_what_did_not_end() -> None:
     runs = [some_run("ours", 1, 0.1), some_run("ours", 2, 0.2), some_run("trl", 1, 0.4),
-            some_run("verl", 1, 0.1, exit_code=None, after=None) | {"reward": [0.1] * 7}]  # fmt: skip
-    files = page.files(runs)
+            some_run("verl", 1, 0.1, exit_code=None, held_out=[]) | {"reward": [0.1] * 7},
+            some_run("verl", 2, 0.1, held_out=[])]  # fmt: skip
+    files = page.files(runs, None)
     text = files[page.PAGE]
-    assert "| this package | 1, 2 | NVIDIA H200 | 0.300 | 6.2% | 25.0% | 0.50 | 20 |" in text
+    assert "| this package | 1, 2 | NVIDIA H200 | 0.300 | 6.2% | 15.0% | 0.50 | 20 |" in text
     assert "| verl | not run yet |" in text and "* TRL: not run yet with seeds 2, 3." in text
-    assert "* verl, seed 1: ended after 7 of 40 steps (exit code None); not in the table." in text
+    assert "* verl, seed 1: ended after 7 of 40 steps and 0 accuracies (exit code None)" in text
+    assert "* verl, seed 2: ended after 40 of 40 steps and 0 accuracies (exit code 0)" in text
     assert "| 21 to 40 | 0.300 (0.200 to 0.400) | 0.800 (0.800 to 0.800) |" in text
     assert "is below all other seeds in the windows that end with 20, 40" in text
+    assert "| 40 | 15.0% (10.0% to 20.0%) | 40.0% (40.0% to 40.0%) |" in text
+    assert "Accuracy after training divided by that before: 2.4 (this package), 6.4 (TRL)." in text
     chart = ElementTree.fromstring(files[page.CHART])
     lines = chart.findall(".//{*}polyline")
-    assert len(lines) == len(chart.findall(".//{*}polygon")) == 4  # two trainers, by steps and by seconds
+    assert len(lines) == len(chart.findall(".//{*}polygon")) == 8  # of two trainers, in four panels
     # Steps 20 and 40 of 40, rewards 0.15 and 0.3 of 0.8, in a plot of 360 by 240 at (46, 40).
     assert lines[0].attrib["points"] == "226.0,235.0 406.0,190.0"
 
 
 def test_without_runs_there_is_a_page_and_no_chart() -> None:
-    assert list(page.files([])) == [page.PAGE] and ".svg" not in page.files([])[page.PAGE]
+    text = page.files([], None)[page.PAGE]
+    assert list(page.files([], None)) == [page.PAGE] and ".svg" not in text
+    assert "over the learning rates 5e-06, 1e-05, 2e-05 and groups of 8, 16, was not run yet." in text
 
 
 def test_the_committed_page_of_curves_matches_the_committed_results() -> None:
-    for path, written in page.files(read_runs(REPOSITORY)).items():
+    for path, written in page.of_repository(REPOSITORY).items():
         assert (REPOSITORY / path).read_text() == written, "run python -m benchmarks.learn report"
