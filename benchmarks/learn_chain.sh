@@ -19,7 +19,8 @@ learn=("${PYTHON:-python3}" -m benchmarks.learn)
 
 [ -e "$work/choice/held_out.jsonl" ] || "${learn[@]}" data --model "$model" --work "$work"
 
-# Print and remove the first line of the queue, FILE SECONDS ARGUMENT..., that was not measured and can end in time.
+# The queue has lines of FILE SECONDS ARGUMENT... Print SECONDS ARGUMENT... of the first that was not measured and can
+# end in time, and remove it.
 next() {
     local file seconds rest
     exec 9> "$queue.lock"
@@ -27,7 +28,7 @@ next() {
     while read -r file seconds rest; do
         if ! grep -qs '"held_out": \[{' "$out/$file" && [ $((SECONDS + seconds)) -lt "$end" ]; then
             sed -i "/^$file /d" "$queue"
-            echo "$rest"
+            echo "$seconds $rest"
             return
         fi
     done < "$queue"
@@ -35,13 +36,15 @@ next() {
 
 # lane PLACE OPTION...: work through the queue on one GPU, with its share of the cores
 lane() {
-    local first=$(($1 * cores)) arguments status
+    local first=$(($1 * cores)) seconds limit line arguments status
     [ "${gpus[$1]}" = cpu ] || export CUDA_VISIBLE_DEVICES=${gpus[$1]}
     shift
-    while read -ra arguments < <(next); do
-        status=0
+    while read -r seconds line < <(next); do
+        read -ra arguments <<< "$line"
+        limit=$((end - SECONDS - 40)) status=0 # 40: to measure the accuracy
+        [ "$limit" -lt $((seconds * 3 / 2)) ] || limit=$((seconds * 3 / 2)) # one that hangs
         taskset -c "$first-$((first + cores - 1))" "${learn[@]}" "${arguments[@]}" --model "$model" --work "$work" \
-            --out "$out" --limit $((end - SECONDS)) "$@" || status=$?
+            --out "$out" --limit "$limit" "$@" || status=$?
         echo "learn_chain: ${arguments[*]}: exit code $status, $((end - SECONDS)) s left"
     done
 }
