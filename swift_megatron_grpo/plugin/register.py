@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from swift_megatron_grpo.generation.vllm.cuda_runtime import find_runtime_beside_tilelang
+from swift_megatron_grpo.generation.vllm.triton_cache import set_triton_cache
 from swift_megatron_grpo.plugin.command_line import selects_grpo
 from swift_megatron_grpo.runtime.import_hooks import after_import
 from swift_megatron_grpo.runtime.refusals import reported_by_torchrun, set_up_reported_by_torchrun
@@ -22,6 +23,7 @@ TRAINER = "MegatronGRPOTrainer"  # the name that MegatronRLHF.prepare_trainer lo
 @cache  # idempotent
 def register() -> None:
     """Install hooks on the two ms-swift modules that provide its GRPO trainer and arguments, and on vLLM."""
+    set_triton_cache()
     find_runtime_beside_tilelang()
     after_import("swift.megatron.trainers", _replace_trainer)
     after_import("swift.megatron.pipelines.train.rlhf", _replace_arguments)

@@ -13,6 +13,9 @@ def main() -> None:
         prepare_server_environment()  # before vLLM reads the environment, which its processes inherit
 
     from swift_megatron_grpo.generation.server.signals import end_at_signals
+    from swift_megatron_grpo.generation.vllm.triton_cache import set_triton_cache
+
+    set_triton_cache()  # for the processes of the engines as well
 
     with end_at_signals():
         from swift_megatron_grpo.generation.server.deploy import GRPORolloutDeploy
