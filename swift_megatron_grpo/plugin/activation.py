@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from swift_megatron_grpo.plugin import command_line
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
 _SERVER_MODULE = "swift_megatron_grpo.generation.server"
 _COMMAND_MODULE = "swift_megatron_grpo.cli"
+_LINEAR = re.compile("linear|delta|hybrid|mamba|gla|kda|rwkv", re.IGNORECASE)  # in the config of a model that uses fla
+_OTHER_MODELS = ("reward_model", "teacher_model")  # flags
 _GRPO_IN_YAML = re.compile(r"""^rlhf_type:\s*['"]?grpo\b""", re.MULTILINE)
 
 
@@ -56,6 +59,7 @@ def activate(argv: list[str], orig_argv: Sequence[str], environ: MutableMapping[
         from swift_megatron_grpo.plugin.register import register
 
         end_with_torchrun(environ)
+        leave_out_linear_attention(argv)
         register()
 
 
@@ -95,6 +99,18 @@ def end_with_torchrun(environ: Mapping[str, str]) -> None:
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 
+def leave_out_linear_attention(args: Sequence[str]) -> None:
+    """Hide flash-linear-attention from a rank whose model, in a local folder, cannot use it.
+
+    ms-swift, mcore-bridge and Megatron import it whatever the model is, which takes six seconds on an H200.
+    """
+    config = Path(command_line.parse_flag(args, "model") or os.devnull, "config.json")
+    others = any(command_line.parse_flag(args, flag) for flag in _OTHER_MODELS)
+    if not others and config.is_file() and not _LINEAR.search(config.read_text(encoding="utf-8")):
+        modules: dict[str, Any] = sys.modules
+        modules["fla"] = None  # importing it raises ImportError, as if it were not installed
+
+
 def hook_platform() -> None:
     """Activate the CPU platform, where there is no accelerator, before the first import that needs CUDA."""
     from swift_megatron_grpo.runtime.import_hooks import before_import
@@ -127,25 +143,45 @@ def _replace_process(module: str, args: Sequence[str], orig_argv: Sequence[str])
 
 
 def replace_on_run(run: Callable[..., Any] = subprocess.run) -> None:
-    """Make subprocess.run replace this process, for commands of this package; other commands run as before.
+    """Make subprocess.run end this process with a command of this package; other commands run as before.
 
     ms-swift's scripts start torchrun, a rank or the server with subprocess.run and wait. A SIGTERM to the script then
-    ends the script alone, and the processes below it continue. With os.execv there is no process in between.
+    ends the script alone, and the processes below it continue. Here there is no process in between: the script becomes
+    torchrun or the rank, which have torch from it, and is replaced by the server.
     """
 
     def run_or_become(command: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_ours(command):
-            sys.stdout.flush()
-            sys.stderr.flush()
+        process = classify_started(command)
+        if process is None:
+            return run(command, *args, **kwargs)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if process == command_line.ROLLOUT:
             os.execv(command[0], command)
-        return run(command, *args, **kwargs)
+        subprocess.run = run
+        _become(command)
+        raise SystemExit(0)
 
     subprocess.run = run_or_become  # type: ignore[assignment]
 
 
-def is_ours(command: Any) -> bool:
-    """Return True for a command line that starts ranks of this trainer or this package's server."""
+def classify_started(command: Any) -> str | None:
+    """Return RANK, ROLLOUT or TORCHRUN for the command line of such a process of this package, else None."""
     if not isinstance(command, list) or not command or command[0] != sys.executable:
-        return False
+        return None
     argv = ["-m", *command[3:]] if command[1:2] == ["-m"] else command[1:]
-    return command_line.classify(argv, command) in (command_line.RANK, command_line.ROLLOUT, command_line.TORCHRUN)
+    process = command_line.classify(argv, command)
+    return process if process in (command_line.RANK, command_line.ROLLOUT, command_line.TORCHRUN) else None
+
+
+def _become(command: list[str]) -> None:
+    """Run `python FILE ARGUMENTS` or `python -m MODULE ARGUMENTS` in this process."""
+    _, option, program = command_line.program_of(command)
+    sys.orig_argv, sys.argv = command, command[2:] if option else command[1:]
+    activate(sys.argv, sys.orig_argv, os.environ)
+    if option:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+        return
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(program)
+    runpy.run_path(program, run_name="__main__")

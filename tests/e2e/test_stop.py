@@ -39,7 +39,7 @@ def check_stopped(run: Finished, step: int) -> str:
 def test_a_signal_to_the_command_stops_all_processes(folder: Path, dense: Path, dataset: Path) -> None:
     """The run then continues from its checkpoint.
 
-    The real command: `megatron rlhf` starts torchrun, which starts two ranks.
+    The real command: `megatron rlhf` becomes torchrun, which starts two ranks.
     """
     started: list[psutil.Process] = []
     ended: list[float] = []
@@ -47,7 +47,8 @@ def test_a_signal_to_the_command_stops_all_processes(folder: Path, dense: Path, 
     def signal_command(line: str) -> None:
         if "3/1000" in line and not started:
             # the `megatron` script has become torchrun
-            (command,) = [child for child in psutil.Process().children() if "torch.distributed.run" in child.cmdline()]
+            (command,) = [child for child in psutil.Process().children() if "rlhf" in child.cmdline()]
+            assert len(command.children()) == 2
             started.extend([command, *command.children(recursive=True)])
             command.terminate()
             ended.append(time.monotonic())

@@ -14,7 +14,7 @@ import pytest
 from swift_megatron_grpo import SWITCH
 from swift_megatron_grpo.platforms import cpu
 from swift_megatron_grpo.plugin import activation, autoload
-from swift_megatron_grpo.plugin.activation import is_ours
+from swift_megatron_grpo.plugin.activation import classify_started
 from swift_megatron_grpo.plugin.command_line import (
     HELP,
     LAUNCHER,
@@ -300,7 +300,7 @@ def test_replacing_the_process_keeps_the_interpreters_options(monkeypatch: pytes
     ],
 )
 def test_the_launcher_becomes_only_the_commands_of_this_package(command: list[str] | str, expected: bool) -> None:
-    assert is_ours(command) is expected
+    assert (classify_started(command) is not None) is expected
 
 
 def test_processes_of_a_server_read_the_variable_that_the_platform_sets() -> None:
