@@ -306,6 +306,8 @@ def _limits(config: GRPOConfig, run: RunInputs) -> Limits:
 
 
 def _start_vllm(config: GRPOConfig, run: RunInputs, residency: Residency) -> GenerationEngine:
+    began = time.monotonic()
+    run.logger.info("vLLM starts: it loads the model and, on a GPU, captures graphs and compiles what no cache holds")
     needed = memory_to_start(config.engine)
     residency.make_room(needed)
     residency.for_generation(needed)
@@ -315,6 +317,7 @@ def _start_vllm(config: GRPOConfig, run: RunInputs, residency: Residency) -> Gen
         generation = MultiTurnVllm(config.engine, config.turns, run.template, run.stop)
     generation.sleep()
     residency.restore()
+    run.logger.info(f"vLLM started in {time.monotonic() - began:.1f} s; next: the first weight sync")
     return generation
 
 

@@ -159,6 +159,7 @@ def replace_on_run(run: Callable[..., Any] = subprocess.run) -> None:
         if process == command_line.ROLLOUT:
             os.execv(command[0], command)
         subprocess.run = run
+        print("swift_megatron_grpo: ranks import ms-swift, Megatron and vLLM", flush=True)
         _become(command)
         raise SystemExit(0)
 
