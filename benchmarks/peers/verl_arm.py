@@ -20,15 +20,7 @@ from benchmarks.harness.job import Job
 from benchmarks.harness.workload import FILLER
 from benchmarks.peers import verl_reward
 from benchmarks.peers.verl_results import result_of
-from benchmarks.peers.verl_settings import verl_paths
-
-# Ray hands its processes the environment of the one that starts it.
-ENVIRONMENT = {
-    "VERL_USE_EXTERNAL_MODULES": "benchmarks.peers.verl_shims",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AUTH_MODE": "disabled",  # otherwise Ray writes a token to the home folder
-    "RAY_memory_monitor_refresh_ms": "0",  # it kills processes where the machine's memory grows as it is used
-}
+from benchmarks.peers.verl_settings import ENVIRONMENT, verl_paths
 
 
 def parse() -> argparse.Namespace:

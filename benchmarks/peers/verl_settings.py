@@ -19,6 +19,13 @@ PARTS = {
     "merged": "vLLM gets the weights with the adapters merged into them; otherwise the adapters, verl's default",
     "recompute": "gradient checkpointing, verl's default",
 }
+# Ray hands its processes the environment of the one that starts it.
+ENVIRONMENT = {
+    "VERL_USE_EXTERNAL_MODULES": "benchmarks.peers.verl_shims",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",  # otherwise Ray writes a token to the home folder
+    "RAY_memory_monitor_refresh_ms": "0",  # it kills processes where the machine's memory grows as it is used
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.harness.learning.prompts import read_rows
-from benchmarks.peers.verl_arm import ENVIRONMENT
+from benchmarks.peers.verl_settings import ENVIRONMENT
 
 
 def write_parquet(rows: Path, file: Path) -> None:
