@@ -73,8 +73,8 @@ DIFFERENCES = """\
   fp32 weights and compute in bf16.
 * Micro batches: this package packs by tokens, ms-swift trains at most 32 completions at a time, TRL all, verl packs.
 * Weight decay is 0, because trainers differ in the parameters that they exempt.
-* Seeds: each trainer shuffles prompts in its own way. verl gets the seed for its data alone, and TRL does not pass it
-  to vLLM.
+* Seeds: each trainer shuffles prompts in its own way. verl gets the seed for its data and for vLLM, and TRL does not
+  pass it to vLLM.
 * TRL's correction for the difference between vLLM and the trainer is off, because the other trainers have none by
   default.
 * The authors of TRL and verl have not reviewed these settings.

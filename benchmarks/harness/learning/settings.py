@@ -169,6 +169,7 @@ def _verl(settings: Settings, paths: Paths, seed: int) -> list[str]:
         f"{actor}.optim.weight_decay": settings.weight_decay,
         f"{actor}.checkpoint.save_contents": "[hf_model]",
         "actor_rollout_ref.rollout.ignore_eos": False,
+        "actor_rollout_ref.rollout.seed": seed,
         "trainer.save_freq": settings.save_every,
     }
     return [f"{name}={value}" for name, value in values.items()]
