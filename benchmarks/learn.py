@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +54,27 @@ def make_data(args: argparse.Namespace) -> int:
     return 1 if differing else 0
 
 
+@dataclass(frozen=True)
+class Job:
+    """One training of one trainer."""
+
+    arm: str
+    seed: int
+    settings: Settings
+    model: Path
+    data: Path  # folder with train.jsonl and held_out.jsonl
+    output: Path
+    result: Path  # JSON
+    limit: float  # seconds
+    flags: tuple[str, ...] = ()  # of the trainer, in addition to those for its settings
+
+
 def try_candidate(args: argparse.Namespace) -> int:
     """Train with a candidate for learning rate and group size, next to others on the same GPU."""
-    name = f"{args.learning_rate:g}-{args.generations}"
-    args.arm, args.seed = "ours", SEED
+    name = f"try-{args.learning_rate:g}-{args.generations}"
     settings = settings_of(args, {field: getattr(args, field) for field in CHOSEN})
-    file = args.out / f"learning-try-{name}.json"
-    return train(args, settings, args.work / FOR_CHOICE, f"try-{name}", file, SHARED_GPU)
+    data, result = args.work / FOR_CHOICE, args.out / f"learning-{name}.json"
+    return train(Job("ours", SEED, settings, args.model, data, args.work / name, result, args.limit, SHARED_GPU))
 
 
 def write_choice(args: argparse.Namespace) -> int:
@@ -81,8 +95,9 @@ def run(args: argparse.Namespace) -> int:
             raise SystemExit(f"learn: {file} is missing; run `learn choose`, or give --learning-rate and --generations")
         choice = json.loads(file.read_text())
         chosen = {name: choice[name] for name in CHOSEN}
-    name = f"{args.arm}-{args.seed}"
-    return train(args, settings_of(args, chosen), args.work, name, args.out / f"learn-{name}.json")
+    name, settings = f"{args.arm}-{args.seed}", settings_of(args, chosen)
+    result = args.out / f"learn-{name}.json"
+    return train(Job(args.arm, args.seed, settings, args.model, args.work, args.work / name, result, args.limit))
 
 
 def settings_of(args: argparse.Namespace, chosen: dict[str, Any]) -> Settings:
@@ -90,25 +105,22 @@ def settings_of(args: argparse.Namespace, chosen: dict[str, Any]) -> Settings:
     return Settings(**given, **chosen, warm_up=min(Settings.warm_up, args.steps - 1))
 
 
-def train(
-    args: argparse.Namespace, settings: Settings, data: Path, name: str, file: Path, flags: Sequence[str] = ()
-) -> int:
+def train(job: Job) -> int:
     """Train, measure the accuracy of the weights, write the result and remove the weights."""
     exit_at_sigterm()
-    output = args.work / name
-    shutil.rmtree(output, ignore_errors=True)
-    output.mkdir(parents=True)
-    paths = Paths(args.model, data / "train.jsonl", output)
-    command = [*program_of(args.arm, paths), *command_of(args.arm, settings, paths, args.seed), *flags]
+    shutil.rmtree(job.output, ignore_errors=True)
+    job.output.mkdir(parents=True)
+    paths = Paths(job.model, job.data / "train.jsonl", job.output)
+    command = [*program_of(job.arm, paths), *command_of(job.arm, job.settings, paths, job.seed), *job.flags]
     began = time.monotonic()
-    code = finish(command, args.arm, output.with_suffix(".txt"), args.limit)
+    code = finish(command, job.arm, job.output.with_suffix(".txt"), job.limit)
     seconds = round(time.monotonic() - began, 1)
     device, versions = machine(revision(), (*PACKAGES, *PACKAGES_OF_PEERS))
-    series = read_steps(args.arm, output, settings.save_every)
-    result = {
-        "arm": args.arm,
-        "seed": args.seed,
-        "settings": asdict(settings),
+    series = read_steps(job.arm, job.output, job.settings.save_every)
+    result: dict[str, Any] = {
+        "arm": job.arm,
+        "seed": job.seed,
+        "settings": asdict(job.settings),
         "device": device,
         "versions": versions,
         "exit_code": code,
@@ -116,28 +128,28 @@ def train(
         "held_out": [],
         **series,
     }
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(result) + "\n")  # now, because a session may end while the accuracy is measured
+    job.result.parent.mkdir(parents=True, exist_ok=True)
+    job.result.write_text(json.dumps(result) + "\n")  # now, because a session may end while the accuracy is measured
     if code == 0:
-        saved = checkpoints(output)
-        results = measure([args.model, *saved.values()], data / "held_out.jsonl", settings, output / "accuracy.json")
-        result["held_out"] = [{"step": step, **one} for step, one in zip([0, *saved], results, strict=True)]
-        file.write_text(json.dumps(result) + "\n")
-        for folder in saved.values():
-            shutil.rmtree(folder)
-    print(f"learn: {name}: exit code {code}, {len(series['reward'])} steps in {seconds} s; {file}")
+        result["held_out"] = measure(job)
+        job.result.write_text(json.dumps(result) + "\n")
+    print(f"learn: {job.output.name}: exit code {code}, {len(series['reward'])} steps in {seconds} s; {job.result}")
     return 0 if is_complete(result) else 1
 
 
-def measure(models: Sequence[Path], rows: Path, settings: Settings, file: Path) -> list[dict[str, Any]]:
-    """Return the held-out accuracy of each model."""
-    command = [sys.executable, "-m", f"{MODULES}.accuracy", *map(str, models), "--rows", str(rows), "--max-tokens",
-               str(settings.completion_tokens), "--dtype", settings.dtype, "--json", str(file)]  # fmt: skip
+def measure(job: Job) -> list[dict[str, Any]]:
+    """Return the held-out accuracy of the model before training and of the weights that were saved; remove them."""
+    saved, file = checkpoints(job.output), job.output / "accuracy.json"
+    command = [sys.executable, "-m", f"{MODULES}.accuracy", str(job.model), *map(str, saved.values()), "--rows",
+               str(job.data / "held_out.jsonl"), "--max-tokens", str(job.settings.completion_tokens), "--dtype",
+               job.settings.dtype, "--json", str(file)]  # fmt: skip
     with file.with_suffix(".txt").open("wb") as log:
         subprocess.run(command, env=environment_of_programs(), cwd=REPOSITORY, check=True, stdout=log,
                        stderr=subprocess.STDOUT)  # fmt: skip
-    results: list[dict[str, Any]] = json.loads(file.read_text())
-    return results
+    for folder in saved.values():
+        shutil.rmtree(folder)
+    results = json.loads(file.read_text())
+    return [{"step": step, **result} for step, result in zip([0, *saved], results, strict=True)]
 
 
 def program_of(arm: str, paths: Paths) -> list[str]:

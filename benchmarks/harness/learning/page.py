@@ -43,11 +43,19 @@ INTRODUCTION = f"""\
 
 This page compares four trainers on one task, sums for SmolLM2-135M-Instruct: this package, ms-swift's own Megatron
 trainer, TRL and verl. Model, prompts, rewards, batch and optimizer are the same; each trainer has seeds 1, 2 and 3.
+
+To repeat it on the GPUs of a machine, in 6,000 seconds or in several shorter sessions:
+
+```bash
+swift-megatron-grpo get-model smollm2 smollm2
+bash benchmarks/learn_chain.sh smollm2 work benchmarks/h200/parts 6000
+python -m benchmarks.learn report
+```
 """
 METHOD = f"""\
 ## Task and accuracy
 
-* Problems: `{TASK}`, sums and differences, as in
+* Problems: sums and differences ({TASK}), as in
   "{QUESTION.format("15 - 43 + 7")}"
   No held-out problem is a training problem.
 * Reward: 1 if the last number of the completion is the solution, and 0 otherwise.
@@ -62,9 +70,10 @@ METHOD = f"""\
 CHOOSING = f"""\
 ## Learning rate and group size
 
-They are chosen with this package alone, on other problems, `{SEARCH}`, with seed {SEED} and
-{STEPS} steps. The rule was set before the search: the highest held-out accuracy on average over the weights that are
-saved in training.
+They are chosen with this package alone, with seed {SEED} and {STEPS} steps, on other problems
+({SEARCH}).
+The rule was set before the search: the highest held-out accuracy on average over the weights that are saved while it
+trains.
 """
 DIFFERENCES = """\
 ## Remaining differences

@@ -20,11 +20,15 @@ DRAWN, HELD_OUT = 8192, 256  # problems; those that are drawn twice count once
 
 @dataclass(frozen=True)
 class Problems:
-    """Sums and differences of random numbers."""
+    """Sums and differences of random numbers; all terms of a problem have the same number of digits."""
 
     terms: tuple[int, int]  # fewest and most
-    digits: tuple[int, int]  # fewest and most, the same for all terms of a problem
+    digits: tuple[int, int]  # fewest and most
     seed: int
+
+    def __str__(self) -> str:
+        terms, digits = (" or ".join(map(str, sorted(set(ends)))) for ends in (self.terms, self.digits))
+        return f"terms: {terms}; digits: {digits}; seed of the generator: {self.seed}"
 
     def draw(self) -> dict[str, int]:
         """Return solutions by their problems."""
