@@ -115,24 +115,25 @@ class Run:
             done, current = self.now()
             return done > step or (done == step and current == phase)
 
-        return self._wait(reached, seconds) and self.process.poll() is None
+        return self.wait_until(reached, seconds) and self.process.poll() is None
 
     def next_step_after(self, at: float) -> float:
         """Return the time at which the first step after a moment was trained; 0 if there is none so far."""
         return min((event["at"] for event in self.events() if "trained" in event and event["at"] > at), default=0.0)
 
     def wait_for_step_after(self, at: float, seconds: float) -> bool:
-        return self._wait(lambda: self.next_step_after(at) > 0, seconds)
+        return self.wait_until(lambda: self.next_step_after(at) > 0, seconds)
 
     def wait(self, seconds: float) -> bool:
         """Wait until the leading process has ended; return False at the timeout."""
-        return self._wait(lambda: self.process.poll() is not None, seconds)
+        return self.wait_until(lambda: self.process.poll() is not None, seconds)
 
     def wait_for_exit(self, seconds: float) -> bool:
         """Wait until every process has ended; return False at the timeout."""
-        return self._wait(lambda: self.process.poll() is not None and not self.processes(), seconds)
+        return self.wait_until(lambda: self.process.poll() is not None and not self.processes(), seconds)
 
-    def _wait(self, condition: Callable[[], bool], seconds: float) -> bool:
+    def wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Wait for a condition, as long as the run has processes; return whether it holds."""
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline or (self.process.poll() is not None and not self.processes()):

@@ -95,6 +95,8 @@ def run_trial(trial: Trial, kind: Kind) -> Outcome:
     went_on, seconds = False, 0.0
     if kind.goes_on is not False and run.wait_for_step_after(trial.hit_at, LIMIT):
         went_on, seconds = True, run.next_step_after(trial.hit_at) - trial.hit_at
+        if kind.goes_on:  # a fault at the end of training is met only in the next step
+            run.wait_until(lambda: bool(reason_in(run.output + trial.other_output, kind)), LIMIT)
         run.rank(0).terminate()
     ended = run.wait_for_exit(LIMIT)
     seconds = seconds if went_on else time.time() - trial.hit_at
