@@ -3,7 +3,8 @@
 # on each GPU. What was measured is left out, and no run starts that is unlikely to end in time, so that several short
 # sessions share the work.
 #   benchmarks/learn_chain.sh MODEL WORK OUT SECONDS [OPTION...]
-# MODEL: folder of SmolLM2; WORK: data and logs; OUT: results, and those of earlier sessions; OPTION: of `learn run`, and of `learn try`.
+# MODEL: folder of SmolLM2; WORK: data and logs; OUT: results, and those of earlier sessions; OPTION: of `learn run` and
+# of `learn try`.
 #   GPUS="0 1"    GPUs (default: all), or cpu for a dry run
 #   ITEMS="..."   ARM:SEED:SECONDS of each run, SECONDS with start and scoring (default: all twelve, longest first)
 set -euo pipefail

@@ -143,11 +143,11 @@ def _replace_process(module: str, args: Sequence[str], orig_argv: Sequence[str])
 
 
 def replace_on_run(run: Callable[..., Any] = subprocess.run) -> None:
-    """Make subprocess.run end this process with a command of this package; other commands run as before.
+    """Make subprocess.run start no process for commands of this package; other commands run as before.
 
     ms-swift's scripts start torchrun, a rank or the server with subprocess.run and wait. A SIGTERM to the script then
-    ends the script alone, and the processes below it continue. Here there is no process in between: the script becomes
-    torchrun or the rank, which have torch from it, and is replaced by the server.
+    ends the script alone, and the processes below it continue. Instead, the script runs torchrun or the rank itself,
+    which need not import torch again, and the server replaces it.
     """
 
     def run_or_become(command: Any, *args: Any, **kwargs: Any) -> Any:

@@ -44,7 +44,7 @@ INTRODUCTION = f"""\
 This page compares four trainers on one task, sums for SmolLM2-135M-Instruct: this package, ms-swift's own Megatron
 trainer, TRL and verl. Model, prompts, rewards, batch and optimizer are the same; each trainer has seeds 1, 2 and 3.
 
-To repeat it on the GPUs of a machine, in 6,000 seconds or in several shorter sessions:
+To repeat it on all GPUs of a machine (6000: seconds in which a run must end to be started; another call continues):
 
 ```bash
 swift-megatron-grpo get-model smollm2 smollm2

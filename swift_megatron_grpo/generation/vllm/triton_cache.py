@@ -2,7 +2,7 @@
 
 Inductor points TRITON_CACHE_DIR to a folder of its own when it compiles a graph of vLLM, but not when vLLM loads a
 compiled one. Kernels that run after that, such as those of vLLM's sampler, would be stored in that folder in a first
-run, not be found in the next one, and be compiled again, in seven seconds.
+run, not be found in the next one, and be compiled again, in 7 to 17 seconds on an H200.
 """
 
 from __future__ import annotations
