@@ -16,7 +16,6 @@ from tests.forking.client import sockets_folder
 # with one of them at the end; files that are not listed, because they are new or quick, start last.
 DURATIONS = Path(__file__).with_name("durations.json")
 _QUICK = 1.0  # seconds; files that take less are not listed
-_SHORT_CASES = 3  # of a test in dist and e2e, with --short
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -84,18 +83,12 @@ def _stage(item: pytest.Item) -> str:
 
 
 def _some_cases(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Keep the first case, the last and one between of each test in dist and e2e; cases are listed by kind."""
+    """Keep the first case and the last of each test in dist and e2e; cases are listed by kind."""
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if _stage(item) in ("dist", "e2e"):
             cases[item.nodeid.partition("[")[0]].append(item)
-    last = _SHORT_CASES - 1
-    left_out = {
-        item
-        for of_test in cases.values()
-        if len(of_test) > _SHORT_CASES
-        for item in set(of_test) - {of_test[part * (len(of_test) - 1) // last] for part in range(_SHORT_CASES)}
-    }
+    left_out = {item for of_test in cases.values() for item in of_test[1:-1]}
     return [item for item in items if item not in left_out]
 
 
