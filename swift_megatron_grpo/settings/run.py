@@ -58,8 +58,8 @@ class Checkpoints(Flags):
     save_missing_weights: bool | None = flag(
         None,
         "Copy the tensors of the checkpoint that the model does not have into saved models, as they were. Default: "
-        "copy layers of multi-token prediction and, with --language_model_only true, the image, video and audio "
-        "parts; other tensors are left out.",
+        "copy layers of multi-token prediction and, with --language_model_only true, the image, video, audio "
+        "and speech parts; other tensors are left out.",
     )
 
     @rule

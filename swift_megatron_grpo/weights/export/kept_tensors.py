@@ -52,8 +52,15 @@ def is_prediction_layer(name: str, config: ModelConfig) -> bool:
 
 
 def is_unbuilt_vision_tower(name: str, config: ModelConfig) -> bool:
-    """Return True for a part that embeds images, video or audio, with --language_model_only."""
-    return bool(config.language_model_only) and name.startswith(vision_tower_prefixes(config))
+    """Return True for a part that embeds images, video or audio, or speaks, with --language_model_only."""
+    if not config.language_model_only:
+        return False
+    return name.startswith((*vision_tower_prefixes(config), *speech_prefixes(config)))
+
+
+def speech_prefixes(config: ModelConfig) -> tuple[str, ...]:
+    """Return the name prefixes of parts that speak. mcore-bridge trains none, and copies them if it builds towers."""
+    return tuple(f"{name}." for name in vars(config.model_meta.visual_cls).get("_generator", ()))
 
 
 class KeptTensors(NamedTuple):

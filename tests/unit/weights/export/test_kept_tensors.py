@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from mcore_bridge.bridge.gpt_bridge import SafetensorLazyLoader
+from mcore_bridge.model.mm_gpts.qwen import Qwen2_5Omni_Vit
+from mcore_bridge.model.mm_gpts.qwen3_omni import Qwen3Omni_Vit
 from safetensors.torch import save_file
 
 from swift_megatron_grpo.weights.export.kept_tensors import keep_untrained_tensors
@@ -88,6 +90,21 @@ def test_towers_that_are_not_built_are_saved(source: str) -> None:
     note, names = saved(source, [TRAINED, "lm_head.weight"], keep=None, language_model_only=True)
     assert names == [TRAINED, "lm_head.weight", VISION_TOWER, "mtp.fc.weight"]
     assert note.startswith("2 tensors of the checkpoint are not trained")
+
+
+@pytest.mark.parametrize("towers", [Qwen2_5Omni_Vit, Qwen3Omni_Vit])
+def test_parts_that_speak_are_saved_by_mcore_bridge_or_as_untrained(source: str, towers: Any) -> None:
+    """mcore-bridge copies them where it builds the parts for images and audio, so without these they are to be kept."""
+    parts = [f"{name}.0.weight" for name in ("thinker.visual", "thinker.audio_tower", *towers._generator)]
+    save_file({name: torch.ones(2) for name in [TRAINED, *parts]}, Path(source, "model.safetensors"), {"format": "pt"})
+    for alone, built, added in ((True, [TRAINED], parts), (False, [TRAINED, *parts], [])):
+        omni = config(language_model_only=alone)
+        omni.model_meta.visual_cls = towers
+        bridge = Bridge(built)
+        note, _ = keep_untrained_tensors(bridge, omni, source, None)
+        bridge.save_weights(None, "out")
+        assert sorted(bridge.saved) == sorted([TRAINED, *parts])
+        assert note is None if not added else str(note).startswith(f"{len(added)} tensors of the checkpoint are not")
 
 
 def test_a_model_without_such_tensors_is_saved_as_ever(tmp_path: Path) -> None:
