@@ -18,6 +18,7 @@ from swift_megatron_grpo.arguments.refused import (
     COMPOSITE,
     NOT_YET,
     NOTED,
+    OMNI,
     READ_AS,
     READ_WITH,
     REFUSED_COMPOSITE,
@@ -72,6 +73,7 @@ def types_table() -> str:
     states = dict.fromkeys(TEXT, "trained: text") | dict.fromkeys(COMPARED, "trained: text, without a test")
     states |= {name: f"trained: mcore-bridge reads it as a {base}" for name, base in READ_AS.items()}
     states |= dict.fromkeys(COMPOSITE, "trained: text and images")
+    states |= dict.fromkeys(OMNI, "trained: text; rows with images, videos or audio are refused")
     states |= {name: f"refused: {why}" for name, why in {**REFUSED_TEXT, **REFUSED_COMPOSITE}.items()}
     rows = [
         f"| {', '.join(f'`{name}`' for name, its in states.items() if its == state)} | {state} |"

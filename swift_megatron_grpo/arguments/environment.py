@@ -35,6 +35,7 @@ from swift_megatron_grpo.data.files import DATA_SUFFIXES, fault_of_name
 from swift_megatron_grpo.generation.conversations import checks as turns
 from swift_megatron_grpo.generation.conversations.checks import check_registered
 from swift_megatron_grpo.generation.vllm.engine_kwargs import parse_json_object, passed_on
+from swift_megatron_grpo.generation.vllm.model_packages import fault_of_packages
 from swift_megatron_grpo.grading.rewards import columns_needed
 from swift_megatron_grpo.output.checkpoints.sources import check_optimizer_state, check_quickly
 from swift_megatron_grpo.output.recording import folder as recording
@@ -88,6 +89,8 @@ def _faults(args: DerivedArguments) -> Faults:
     yield from faults_of(_check_turns, args)
     yield from faults_of(check_recording, args)
     yield from faults_of(check_quantization, args.rollout_quantization, args.vllm_enable_lora, None, None)
+    if (fault := fault_of_packages(args.model, args.model_type)) is not None:
+        yield fault
     if not _is_installed("vllm"):
         yield "vLLM, which generates the completions, is not installed; use the commands of docs/install.md"
 

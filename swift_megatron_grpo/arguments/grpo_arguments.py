@@ -155,10 +155,10 @@ class GRPOArguments(DerivedArguments):
         for name, dataset in rows.items():
             if dataset is not None:
                 faults = chain(
-                    faults_of(check_rows, dataset, self.is_multimodal), faults_of_columns(self.reward_funcs, dataset)
+                    faults_of(check_rows, dataset, self.takes_images), faults_of_columns(self.reward_funcs, dataset)
                 )
                 raise_faults(f"--{name}: {fault}" for fault in faults)
-                images = read_images(dataset, template, self.is_multimodal, sent=self.uses_servers)
+                images = read_images(dataset, template, self.takes_images, sent=self.uses_servers)
                 most.append(check_images(dataset, images, self.vllm_max_model_len, self.max_completion_length))
                 kept, note = check_prompts(
                     dataset,

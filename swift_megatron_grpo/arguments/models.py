@@ -14,6 +14,7 @@ from swift_megatron_grpo.arguments.derived import DerivedArguments
 from swift_megatron_grpo.arguments.refused import (
     COMPOSITE,
     INTERNVL_LANGUAGES,
+    OMNI,
     REFUSED_COMPOSITE,
     REFUSED_TEXT,
     STOCK_TRAINER,
@@ -65,11 +66,12 @@ def check_modules(folder: str | Path, config: Mapping[str, Any], has_experts: bo
 def check_type(model: str, config: Mapping[str, Any], is_multimodal: bool) -> None:
     """Refuse a type that no test has trained, by name."""
     model_type = config.get("model_type", "")
-    if is_multimodal and model_type not in COMPOSITE:
+    if is_multimodal and model_type not in (*COMPOSITE, *OMNI):
         reason = REFUSED_COMPOSITE.get(model_type, "mcore-bridge 1.6.5 does not convert this type")
         raise ValueError(
             f"--model {model}: {model_type} is a model with an image, video or audio part that is not supported: "
-            f"{reason}; use a text model, or a model of one of the types {', '.join(COMPOSITE)}, or {STOCK_TRAINER}"
+            f"{reason}; use a text model, or a model of one of the types {', '.join((*COMPOSITE, *OMNI))}, or "
+            f"{STOCK_TRAINER}"
         )
     if not is_multimodal and model_type in REFUSED_TEXT:
         raise ValueError(
@@ -84,6 +86,12 @@ def check_composite(model: str, config: Mapping[str, Any], frozen: tuple[bool, b
         raise ValueError(
             "--freeze_llm true, --freeze_vit true and --freeze_aligner true leave nothing to train; set one of them to "
             "false"
+        )
+    if config["model_type"] in OMNI and not (frozen[1] and frozen[2]):
+        flag = "freeze_aligner" if frozen[1] else "freeze_vit"
+        raise ValueError(
+            f"--{flag} false: of a {config['model_type']} only the language model is trained, on rows of text; use "
+            f"--{flag} true"
         )
     kind = language_config(config)["model_type"]
     if config["model_type"] == "internvl" and kind not in INTERNVL_LANGUAGES:

@@ -167,10 +167,11 @@ def notes_on_flags(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> li
 # ---- types that mcore-bridge 1.6.5 converts; scripts/write_support_table.py writes them to docs/models.md
 
 # A composite model is a language model with an image, video or audio part. These, all with images and videos, have been
-# compared with plain transformers, on text and images, by a test.
+# compared with plain transformers, on text and images, by a test; those of OMNI, which also hear and speak, on text.
 COMPOSITE = (
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "internvl",
 )  # fmt: skip
+OMNI = ("qwen2_5_omni", "qwen3_omni_moe")
 INTERNVL_LANGUAGES = ("qwen2", "qwen3", "qwen3_moe")
 # Text types that tests compare with plain transformers, those that were compared once, by hand, with log-probs within
 # 2e-6, and those that mcore-bridge reads exactly as one of them.
@@ -213,8 +214,6 @@ REFUSED_COMPOSITE: Mapping[str, str] = {
     "minicpmv4_6": _UNTESTED,
     "muse_glimmer": _UNTESTED,
     "ovis2_5": _CODE_IN_CHECKPOINT,
-    "qwen2_5_omni": "it has audio and speech parts, which no test covers yet",
     "qwen3_asr": "it transcribes audio, and rows with audio are not trained",
-    "qwen3_omni_moe": "it has audio and speech parts, which no test covers yet",
     "qwen4_exp": "beyond indexer_budget tokens its attention needs a GPU, where no test has compared it yet",
 }

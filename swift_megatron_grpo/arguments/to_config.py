@@ -69,6 +69,7 @@ def _saved_parts(args: GRPOArguments) -> config.SavedParts:
 def _engine(args: GRPOArguments, plan: batches.BatchSizes) -> config.VllmConfig:
     completions_per_engine = -(-plan.generation_batch_size // plan.layout.world_size) * args.vllm_tensor_parallel_size
     media = {"image": args.most_images, "video": 0}  # vLLM builds no vision tower without images
+    media |= {} if args.takes_images else {"audio": 0}  # a limit of the Omni types alone
     return config.VllmConfig.of(
         vars(args),
         vllm_max_num_seqs=args.vllm_max_num_seqs or completions_per_engine,

@@ -15,6 +15,7 @@
 
     estimate/        memory and time of a layout, for check
     tiny_models.py   tiny random models, for check-script, scripts/make_tiny_*.py and tests
+    tiny_omni.py     configs of tiny Qwen-Omni models, for tiny_models.py
 
 Tests: tests/unit/cli, tests/dist/test_layouts.py, tests/e2e/test_dry_run.py and tests/e2e/test_scripts.py.
 """

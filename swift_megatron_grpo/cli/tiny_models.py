@@ -23,10 +23,15 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    WhisperFeatureExtractor,
 )
 from transformers.models.auto import modeling_auto as auto
+
+from swift_megatron_grpo.arguments.refused import OMNI
+from swift_megatron_grpo.cli.tiny_omni import NAMED_TOKENS, omni_config
 
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = [END_OF_TEXT, IM_START, IM_END]
@@ -190,20 +195,32 @@ INTERNVL = Family(
         "video_token": "<video>",
     },
 )
+OMNI_FAMILIES = {
+    kind: Family(
+        special=[],
+        ids={},
+        chat_template=chat_template("", IM_TURN[0], f"{named['vision_bos_token']}{named['image_token']}"
+                                    f"{named['vision_eos_token']}", "<video>", *IM_TURN[1:]),
+        named=named,
+    )
+    for kind, named in NAMED_TOKENS.items()
+}  # fmt: skip
 TILE = 56  # pixels per side of a tile of InternVL
 GLM = ("glm4v", "glm4v_moe")
 WITH_DELTA_NETS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
-WITH_EXPERTS = ("qwen3_5_moe", "qwen3_next", "qwen3_vl_moe")
-WITHOUT_HEAD_DIM = ("qwen2_vl", "qwen2_5_vl", "glm4v")  # a head has hidden / heads channels
-KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", *WITH_DELTA_NETS, *GLM, "internvl")
+WITH_EXPERTS = ("qwen3_5_moe", "qwen3_next", "qwen3_vl_moe", "qwen3_omni_moe")
+WITHOUT_HEAD_DIM = ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "glm4v")  # a head has hidden / heads channels
+KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", *WITH_DELTA_NETS, *GLM, *OMNI, "internvl")
 TYPES = (*TEXT_CONFIGS, *KINDS)
 
-FAMILIES = {**dict.fromkeys(KINDS, QWEN), **dict.fromkeys(GLM, GLM_FAMILY), "internvl": INTERNVL}
+FAMILIES = {**dict.fromkeys(KINDS, QWEN), **dict.fromkeys(GLM, GLM_FAMILY), **OMNI_FAMILIES, "internvl": INTERNVL}
 # Beginnings of the names of three classes of transformers: the processor, and those of images and of videos in it.
 PROCESSORS = {
     **dict.fromkeys(KINDS, ("Qwen3VL", "Qwen2VL", "Qwen3VL")),
     "qwen2_vl": ("Qwen2VL", "Qwen2VL", "Qwen2VL"),
     "qwen2_5_vl": ("Qwen2_5_VL", "Qwen2VL", "Qwen2VL"),
+    "qwen2_5_omni": ("Qwen2_5Omni", "Qwen2VL", "Qwen2VL"),
+    "qwen3_omni_moe": ("Qwen3OmniMoe", "Qwen2VL", "Qwen2VL"),
     **dict.fromkeys(GLM, ("Glm4v", "Glm4v", "Glm4v")),
     "internvl": ("InternVL", "GotOcr2", "InternVL"),
 }
@@ -292,11 +309,11 @@ def vision_config(shape: Shape) -> dict[str, Any]:
     if shape.kind == "qwen2_vl":
         return {**common, "embed_dim": 32, "hidden_size": shape.sizes.hidden, "mlp_ratio": 2}
     common |= {"hidden_size": 32, "intermediate_size": 64, "out_hidden_size": shape.sizes.hidden}
-    if shape.kind == "qwen2_5_vl":
+    if shape.kind in ("qwen2_5_vl", "qwen2_5_omni"):
         return {**common, "window_size": 56, "fullatt_block_indexes": [1]}
     if shape.kind in GLM:
         return {**common, "image_size": 8 * 14}
-    deepstack = [0, 1] if shape.kind.startswith("qwen3_vl") else []
+    deepstack = [0, 1] if shape.kind.startswith(("qwen3_vl", "qwen3_omni")) else []
     return {**common, "num_position_embeddings": 64, "deepstack_visual_indexes": deepstack}
 
 
@@ -304,6 +321,10 @@ def make_config(tokenizer: PreTrainedTokenizerFast, shape: Shape) -> Any:
     text = text_config(tokenizer, shape)
     if shape.kind == "qwen3_next":
         return AutoConfig.for_model(shape.kind, **text)
+    if shape.kind in OMNI:
+        numbers = {name: tokenizer.convert_tokens_to_ids(token) for name, token in NAMED_TOKENS[shape.kind].items()}
+        numbers["im_end"] = tokenizer.convert_tokens_to_ids(IM_END)
+        return omni_config(shape.kind, text, vision_config(shape), numbers)
     return AutoConfig.for_model(
         shape.kind,
         text_config=text,
@@ -375,13 +396,15 @@ def write_processor(folder: Path, kind: str) -> None:
     else:
         frames = 2 if kind in GLM else 1  # GLM's processor counts the pixels of the two frames that an image is for it
         common["size"] = {"shortest_edge": frames * 32 * 32, "longest_edge": frames * 128 * 128}
-        patch = 16 if processor == "Qwen3VL" else 14
+        patch = 16 if processor in ("Qwen3VL", "Qwen3OmniMoe") else 14
         common |= {"patch_size": patch, "temporal_patch_size": 2, "merge_size": 2}
     files |= {
         "preprocessor_config.json": common | of_images,
         "video_preprocessor_config.json": common | {"video_processor_type": f"{videos}VideoProcessor"},
         "chat_template.json": {"chat_template": FAMILIES[kind].chat_template},
     }
+    if kind in OMNI:  # in the same file as the processor of images
+        files["preprocessor_config.json"] |= WhisperFeatureExtractor(feature_size=128).to_dict()
     for file, content in files.items():
         (folder / file).write_text(json.dumps(content, indent=2) + "\n")
 
@@ -389,7 +412,8 @@ def write_processor(folder: Path, kind: str) -> None:
 def save_composite(folder: Path, shape: Shape, seed: int = 0) -> PreTrainedModel:
     """Write a model with random weights, its tokenizer and its processor."""
     tokenizer = tokenizer_for_images(shape.kind)
-    factory = AutoModelForCausalLM if shape.kind == "qwen3_next" else AutoModelForImageTextToText
+    factories = dict.fromkeys(OMNI, AutoModelForMultimodalLM) | {"qwen3_next": AutoModelForCausalLM}
+    factory = factories.get(shape.kind, AutoModelForImageTextToText)
     model: PreTrainedModel = factory.from_config(make_config(tokenizer, shape))
     draw_weights(model, shape, seed)
     tokenizer.save_pretrained(folder)
@@ -398,6 +422,8 @@ def save_composite(folder: Path, shape: Shape, seed: int = 0) -> PreTrainedModel
         save_stacked_experts(model, folder / "model.safetensors", transposed=shape.kind == "qwen3_vl_moe")
     if shape.kind != "qwen3_next":
         write_processor(folder, shape.kind)
+    if shape.kind == "qwen2_5_omni":
+        torch.save({"nobody": {}}, folder / "spk_dict.pt")  # its speakers, which transformers reads with the weights
     if shape.kind in WITH_DELTA_NETS:
         add_prediction_layer(folder, shape.sizes.layers, shape.sizes.hidden)
     return model
@@ -405,7 +431,7 @@ def save_composite(folder: Path, shape: Shape, seed: int = 0) -> PreTrainedModel
 
 def model_type_of(architecture: str) -> str | None:
     """Return the model_type of a class of transformers such as Qwen3ForCausalLM; None if it is unknown."""
-    names = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    names = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
     return next((str(model_type) for model_type, name in names.items() if name == architecture), None)
 
 

@@ -1,6 +1,6 @@
 """Composite models, linear and latent attention match one rank on every layout, in fp32, and plain transformers.
 
-Gradient norms of these models are 10 to 20, with terms that cancel, so they are compared to 1e-5.
+Gradient norms of most of these models are 10 to 20, with terms that cancel, so they are compared to 1e-5.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from swift_megatron_grpo.arguments.refused import OMNI
 from swift_megatron_grpo.cli.check_layouts.command import compare
 from tests.dist.conftest import LEARNING_RATE, Ranks, selected, selected_layouts
 from tests.dist.test_gradients import torch_weights
@@ -27,9 +28,12 @@ LAYOUTS = {
     ("qwen3_next", "full"): ["tp2+sp"],
     ("deepseek", "full"): ["tokens64", "tp2+sp+recompute", "pp2", "cp2", "dp2+ep2"],
     ("deepseek", "lora"): ["tp2+sp"],
+    ("qwen3_omni_moe", "full"): ["tp2+sp", "pp2", "dp2+ep2", "cp2"],
+    ("qwen3_omni_moe", "lora"): ["tp2+sp"],
+    ("qwen2_5_omni", "full"): ["tp2+sp", "cp2"],
     ("qwen3_vl", "full"): ["tp2+sp"],  # test_image_layouts.py has more of the types with images
 }
-KINDS = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen2_5_vl", "deepseek"]
+KINDS = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen2_5_vl", "deepseek", *OMNI]
 CASES = [(kind, tuner, layout) for (kind, tuner), layouts in LAYOUTS.items() for layout in layouts]
 
 
@@ -42,7 +46,8 @@ def finished(ranks: Ranks, request: pytest.FixtureRequest) -> Ranks:
 @pytest.mark.parametrize(("kind", "tuner", "layout"), CASES, ids=["-".join(case) for case in CASES])
 def test_a_layout_matches_one_rank(finished: Ranks, kind: str, tuner: str, layout: str) -> None:
     difference = compare(layout, str(finished.folder / f"{kind}-{tuner}"))
-    assert difference.loss <= 1e-6 and difference.grad_norm <= 1e-5 and difference.weights <= 1e-6, difference
+    bound = 1e-6 if kind in OMNI else 1e-5
+    assert difference.loss <= 1e-6 and difference.grad_norm <= bound and difference.weights <= 1e-6, difference
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +64,8 @@ def test_gradients_match_plain_transformers(descended: Ranks, tmp_path: Path, ki
     reference = torch.load(tmp_path / "hf.pt")
     squares = sum(grad.square().sum().item() for grad in reference["grads"].values())
     assert run["metrics"][0]["loss"] == pytest.approx(reference["loss"], rel=1e-5)
-    assert run["metrics"][0]["grad_norm"] == pytest.approx(squares**0.5, rel=2e-5 if kind == "qwen3_next" else 1e-5)
+    bounds = dict.fromkeys(OMNI, 1e-6) | {"qwen3_next": 2e-5}
+    assert run["metrics"][0]["grad_norm"] == pytest.approx(squares**0.5, rel=bounds.get(kind, 1e-5))
 
     start, moved = torch_weights(descended.model(kind)), torch.load(run["weights"])
     compared = [name for name in reference["grads"] if name in start and name in moved]

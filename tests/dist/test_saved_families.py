@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from vllm.config import ModelConfig
 
+from swift_megatron_grpo.arguments.refused import OMNI
 from swift_megatron_grpo.cli.check_layouts.layouts import base_flags, task
 from swift_megatron_grpo.cli.tiny_models import KINDS, TYPES
 from tests.dist.conftest import EVERYTHING, Ranks, selected
@@ -22,10 +23,11 @@ from tests.support.runs import template_of
 pytestmark = pytest.mark.dist
 SAVE = ["--temperature", "1", "--no_save_optim", "true", "--no_save_rng", "true", "--merge_lora", "true"]
 TUNERS = ("full", "lora")
+NOT_BUILT = ("mtp.", "talker.", "code2wav.", "token2wav.")
 SAMPLING = {name: value for name, value in DEFAULTS.items() if name != "do_sample"}  # as vLLM names them
 # Experts that transformers has in one tensor, where the modules of these names are not theirs alone, or of types for
 # which peft does not convert adapters: it leaves these adapters out without an error. docs/lora.md says so.
-NOT_IN_PEFT = ("deepseek_v3", "glm4v_moe", "qwen3_next", "qwen3_5_moe", "qwen3_vl_moe")
+NOT_IN_PEFT = ("deepseek_v3", "glm4v_moe", "qwen3_next", "qwen3_5_moe", "qwen3_vl_moe", "qwen3_omni_moe")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,7 @@ def saved(ranks: Ranks, kinds: list[str]) -> Path:
     for kind in kinds:
         for tuner in TUNERS:
             extra = ["--output_dir", str(folder / f"{kind}-{tuner}"), "--template", template_of(folder / kind), *SAVE]
-            extra += EVERYTHING if kind in KINDS else []
+            extra += EVERYTHING if kind in KINDS and kind not in OMNI else []
             flags = base_flags(str(folder / kind), str(folder), tuner_type=tuner, torch_dtype="float32", extra=extra)
             tasks.append(task("tests.programs.dist.saved_families:save", flags=flags))
     ranks.run("saved families", 1, tasks)
@@ -62,7 +64,8 @@ def reports(saved: Path, kinds: list[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_a_saved_model_is_the_trained_one_in_plain_transformers(reports: dict[str, Any], kind: str) -> None:
-    assert reports[kind]["whole"] < 2e-5 and reports[kind]["merged"] < 2e-5
+    bound = 2e-6 if kind in OMNI else 2e-5
+    assert reports[kind]["whole"] < bound and reports[kind]["merged"] < bound
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -72,7 +75,7 @@ def test_every_tensor_is_saved_with_its_trained_values(saved: Path, kind: str) -
     assert before.keys() == after.keys()
     for name, tensor in after.items():
         start = before[name].float()
-        expected = start if name.startswith("mtp.") else changed(start)
+        expected = start if name.startswith(NOT_BUILT) else changed(start)
         assert torch.allclose(tensor.float(), expected, rtol=1e-6, atol=1e-7), name
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from swift_megatron_grpo.arguments.refused import OMNI
 from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
 from swift_megatron_grpo.platforms.attention_packages import vision_tower_has_flash_attention
 from tests.support.runs import PLUGINS, PROBE, REWARDS, Finished, hf_difference, make_model, megatron_rlhf
@@ -17,7 +18,10 @@ from tests.support.servers import KEY, RolloutServer
 
 pytestmark = pytest.mark.e2e
 FP32 = ["--torch_dtype", "float32", "--fp16", "false", "--sync_check", "full", "--seed_completions", "true"]
-VISION_TOWER = re.compile(r"visual\.|vision_tower\.|multi_modal_projector\.")
+# Parts that are not trained; those of a Qwen-Omni are for images, audio and speech.
+VISION_TOWER = re.compile(
+    r"visual\.|vision_tower\.|multi_modal_projector\.|audio_tower\.|^(talker|code2wav|token2wav)\."
+)
 PROBED = ["--external_plugins", str(REWARDS), str(PROBE), "--callbacks", "probe"]
 STEPS = 14
 LEARNING = ["--train_iters", str(STEPS), "--save_steps", str(STEPS), "--lr", "1e-2", "--lr_decay_style",
@@ -121,24 +125,34 @@ def test_a_server_gets_the_towers_if_it_holds_them(folder: Path, dataset: Path, 
 
 
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "extra"),
     [
-        "qwen2_5_vl",
-        "qwen3_vl_moe",
-        pytest.param("glm4v", marks=pytest.mark.thorough),
-        pytest.param("internvl", marks=pytest.mark.thorough),
+        ("qwen2_5_vl", ""),
+        ("qwen3_vl_moe", ""),
+        ("qwen3_omni_moe", ""),
+        pytest.param("glm4v", "", marks=pytest.mark.thorough),
+        pytest.param("internvl", "", marks=pytest.mark.thorough),
+        pytest.param("qwen2_5_omni", "", marks=pytest.mark.thorough),
+        pytest.param("qwen3_omni_moe", "--language_model_only", marks=pytest.mark.thorough),
     ],
 )
 def test_text_of_other_types_is_generated_and_trained_with_equal_numbers(
-    folder: Path, dataset: Path, kind: str
+    folder: Path, dataset: Path, kind: str, extra: str
 ) -> None:
-    model = make_model(folder / kind, kind)
-    run = megatron_rlhf(model, dataset, folder / f"{kind}-run", 1, [*FP32, *PROBED])
+    model = make_model(folder / f"{kind}{extra}", kind)
+    run = megatron_rlhf(
+        model, dataset, folder / f"{kind}{extra}-run", 1, [*FP32, *PROBED, *([extra, "true"] if extra else [])]
+    )
     assert run.code == 0, run.output[-4000:]
     assert len(run.log) == 2 and all(abs(step["rollout/k3_kl"]) < 1e-6 for step in run.log)
     assert all(step["sync_check/mean_diff"] < 1e-5 for step in run.log)
     assert hf_difference(run.last_checkpoint)["max"] < 1e-5
     before, after = load_file(model / "model.safetensors"), load_file(run.last_checkpoint / "model.safetensors")
+    if kind in OMNI:  # whose names and experts are saved as they were released
+        assert (
+            f"vLLM holds all {sum(not VISION_TOWER.search(name) for name in before)} tensors bit for bit" in run.output
+        )
+        assert set(before) == set(after)
     towers = {name.removeprefix("model."): name for name in after if VISION_TOWER.search(name)}
     assert towers
     for name in [name for name in before if VISION_TOWER.search(name)]:

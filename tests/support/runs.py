@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 
 from swift_megatron_grpo import SWITCH
-from swift_megatron_grpo.cli.check_layouts.layouts import template_for_images
+from swift_megatron_grpo.cli.check_layouts.layouts import takes_images, template_for_images
 from tests.forking.client import ForkedProcess, fork_server, run_script
 from tests.paths import PROGRAMS, REPOSITORY
 
@@ -56,7 +56,7 @@ def make_model(folder: Path, kind: str = "dense", extra: Sequence[str] = ()) -> 
 def template_of(model: Path) -> str:
     """Return ms-swift's template: that of the dense Qwen3, or of the dense model of a type with an image part."""
     config = json.loads((model / "config.json").read_text())
-    return template_for_images(config["model_type"]) if "vision_config" in config else "qwen3"
+    return template_for_images(config["model_type"]) if takes_images(config) else "qwen3"
 
 
 def first_weights(model: Path) -> list[float]:

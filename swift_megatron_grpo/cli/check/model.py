@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto import modeling_auto as auto
 
+from swift_megatron_grpo.arguments.refused import OMNI
 from swift_megatron_grpo.cli.estimate.activations import Decoder, VisionTower
 from swift_megatron_grpo.cli.estimate.parameters import Part, Tensor, tensors_of
 from swift_megatron_grpo.generation.protocol.model_identity import language_config, read_model_config
@@ -69,6 +70,8 @@ def read_model(folder: str | Path) -> Model:
 def shapes_of(folder: str | Path) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of all parameters, which are not allocated. Raises ValueError for unknown classes."""
     config = AutoConfig.from_pretrained(folder)
+    if config.model_type in OMNI:  # the other parts are never built
+        config = config.thinker_config
     sees_images = config.model_type in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     if not sees_images and config.model_type not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ValueError(f"transformers has no model class for {config.model_type}: memory cannot be estimated")

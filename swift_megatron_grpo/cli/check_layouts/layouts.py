@@ -9,7 +9,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,11 @@ def template_for_images(model_type: str) -> str:
     return _TEMPLATES.get(model_type, model_type.removesuffix("_moe"))
 
 
+def takes_images(config: Mapping[str, Any]) -> bool:
+    """Return True for the config.json of a model with an image part; Qwen-Omni nests its config."""
+    return "vision_config" in config.get("thinker_config", config)
+
+
 def base_flags(
     model: str,
     folder: str,
@@ -127,7 +132,7 @@ def base_flags(
     # ms-swift derives a model's type from its name, which a local folder need not have.
     config = json.loads(Path(model, "config.json").read_text())
     # ms-swift refuses the dummy template for a model with an image part.
-    template = template_for_images(config["model_type"]) if "vision_config" in config else "dummy"
+    template = template_for_images(config["model_type"]) if takes_images(config) else "dummy"
     return ["--rlhf_type", "grpo", "--model", model, "--model_type", config["model_type"],
             "--template", template,
             "--dataset", str(dataset), "--reward_funcs", "format",

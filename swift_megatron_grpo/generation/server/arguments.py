@@ -24,6 +24,7 @@ from swift_megatron_grpo.generation.vllm.engine_kwargs import (
     parse_json_object,
     passed_on,
 )
+from swift_megatron_grpo.generation.vllm.model_packages import fault_of_packages
 from swift_megatron_grpo.types import Quantization
 from swift_megatron_grpo.weights.load.quantization import check_quantization, engine_settings, refusal_of_device
 
@@ -97,6 +98,8 @@ class GRPORolloutArguments(RolloutArguments):
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"--{flag} must be > 0, got {value}; use --{flag} {example}, or leave it out")
         self._check_engine()
+        if (fault := fault_of_packages(self.model, self.model_type)) is not None:
+            raise ValueError(fault)
         if self.api_key:
             hide_in_process_list(self.api_key)
         port = self.port

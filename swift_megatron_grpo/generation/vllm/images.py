@@ -29,11 +29,12 @@ def images_per_prompt(model_config: Any) -> int:
 
 
 def placeholder_tokens(template: Template) -> frozenset[int]:
-    """Return the tokens that stand for parts of images and videos; none for a text model."""
+    """Return the tokens that stand for parts of images, videos and audio; none for a text model."""
     if not template.model_meta.is_multimodal:
         return frozenset()
     processor = template.processor
-    return frozenset((processor.image_token_id, processor.tokenizer.convert_tokens_to_ids(processor.video_token)))
+    texts = [text for name, text in vars(processor).items() if name in ("image_token", "video_token", "audio_token")]
+    return frozenset(processor.tokenizer.convert_tokens_to_ids(texts))
 
 
 def tokens_of_image(processor: Any, width: int, height: int, resizes: bool) -> int:

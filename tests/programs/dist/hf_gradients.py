@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from swift_megatron_grpo.cli.check_layouts.ranks import fixed_samples
+from tests.support.plain_models import load_plain, logits_of
 
 EPSILON_LOW, EPSILON_HIGH, BETA, TEMPERATURE = 0.2, 0.28, 0.1, 0.9
 
@@ -22,15 +22,12 @@ def main(folder: str, out: str, prompts: str = "") -> None:
     config = json.loads(Path(folder, "config.json").read_text())
     if "linear_num_key_heads" in config.get("text_config", config):
         use_exact_delta_rule(config["model_type"])
-    auto = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
-    model = auto.from_pretrained(
-        folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
-    )
+    model = load_plain(folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager")
     samples = fixed_samples(model.config.get_text_config().vocab_size, 8, 1, True, prompts == "one_prompt")
     total = torch.zeros((), dtype=torch.float64)
     for sample in samples:
         tokens = torch.tensor([sample.tokens])
-        log_p = (model(tokens, use_cache=False).logits[0] / TEMPERATURE).log_softmax(-1)
+        log_p = (logits_of(model, tokens) / TEMPERATURE).log_softmax(-1)
         rows = [i for i, trained in enumerate(sample.completion_mask) if trained]
         now = torch.stack([log_p[i - 1, sample.tokens[i]] for i in rows])
         ratio = (now - torch.tensor(sample.old_logprobs, dtype=torch.float64)).exp()

@@ -15,14 +15,9 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    AutoTokenizer,
-    GenerationConfig,
-)
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, GenerationConfig
+
+from tests.support.plain_models import load_plain, logits_of, takes_media
 
 CHAT: list[dict[str, Any]] = [{"role": "user", "content": "What is it? <think>"}]
 CHAT_WITH_IMAGE = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}]
@@ -50,13 +45,8 @@ def report(folder: Path, model_type: str) -> dict[str, Any]:
     return {**differences, "other files": other_files(source, whole, merged)}
 
 
-def has_images(folder: str) -> bool:
-    return "vision_config" in json.loads(Path(folder, "config.json").read_text())
-
-
 def load(folder: str) -> Any:
-    auto = AutoModelForImageTextToText if has_images(folder) else AutoModelForCausalLM
-    model, info = auto.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    model, info = load_plain(folder, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"], info
     return model.eval()
 
@@ -66,7 +56,7 @@ def difference(model: Any, folder: str) -> float:
     """Return the largest difference of the log-probs that Megatron has computed."""
     probe = json.loads(Path(folder, "probe.json").read_text())
     tokens = torch.tensor([probe["tokens"]])
-    logits = model(tokens).logits[0, :-1].float() / probe["temperature"]
+    logits = logits_of(model, tokens)[:-1].float() / probe["temperature"]
     logprobs = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
     return float((logprobs - torch.tensor(probe["logprobs"])).abs().max())
 
@@ -74,7 +64,7 @@ def difference(model: Any, folder: str) -> float:
 def other_files(source: str, *folders: str) -> list[str]:
     """Return what a user of the folders would read otherwise than in the source."""
     others = [f"config: {config(one)}" for one in folders if not is_part_of(config(source), config(one))]
-    for read in (generation, tokenizer, *([processor] if has_images(source) else [])):
+    for read in (generation, tokenizer, *([processor] if takes_media(source) else [])):
         expected = read(source)
         others += [f"{folder}: {read.__name__}, not {expected}" for folder in folders if read(folder) != expected]
     return others

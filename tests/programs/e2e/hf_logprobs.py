@@ -10,14 +10,13 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from tests.support.plain_models import load_plain, logits_of
 
 
 def main(checkpoint: str, base: str | None) -> None:
     probe = json.loads(Path(checkpoint, "probe.json").read_text())
-    config = json.loads(Path(base or checkpoint, "config.json").read_text())
-    auto = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
-    model = auto.from_pretrained(base or checkpoint, dtype=torch.float32)
+    model = load_plain(base or checkpoint, dtype=torch.float32)
     assert "fla" not in sys.modules  # the CPU platform's stand-in would be compared with itself
     if base:
         from peft import PeftModel
@@ -25,7 +24,7 @@ def main(checkpoint: str, base: str | None) -> None:
         model = PeftModel.from_pretrained(model, checkpoint)
     tokens = torch.tensor([probe["tokens"]])
     with torch.no_grad():
-        logits = model.eval()(tokens).logits[0, :-1].float() / probe["temperature"]
+        logits = logits_of(model.eval(), tokens)[:-1].float() / probe["temperature"]
     logprobs = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
     difference = (logprobs - torch.tensor(probe["logprobs"])).abs()
     print(json.dumps({"max": difference.max().item(), "mean": difference.mean().item()}))

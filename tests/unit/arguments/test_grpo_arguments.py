@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -467,6 +468,14 @@ def test_a_composite_type_without_a_test_is_refused_before_a_model_loads(
     message = refuse(typed, model_type=model_type, template=template)
     assert f"{model_type} is a model with an image, video or audio part that is not supported: " in message
     assert REFUSED_COMPOSITE[model_type] in message
+
+
+def test_a_package_that_the_model_needs_is_named_before_it_loads(
+    typed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "qwen_omni_utils", None)
+    message = refuse(typed, model_type="qwen3_omni_moe", template="qwen3_omni")
+    assert "ms-swift needs the package qwen_omni_utils" in message and "pip install" in message
 
 
 @pytest.mark.parametrize("model_type", sorted({*REFUSED_TEXT} & {*MODEL_MAPPING}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from mcore_bridge.model.constant import MLLMModelType
 from mcore_bridge.model.register import MODEL_MAPPING, get_mcore_model_type
 from transformers import AutoConfig
 
+from swift_megatron_grpo.arguments.derived import DerivedArguments
 from swift_megatron_grpo.arguments.models import (
     check_attention_layers,
     check_composite,
@@ -22,6 +24,7 @@ from swift_megatron_grpo.arguments.refused import (
     COMPARED,
     COMPOSITE,
     INTERNVL_LANGUAGES,
+    OMNI,
     READ_AS,
     REFUSED_COMPOSITE,
     REFUSED_TEXT,
@@ -37,11 +40,11 @@ LINEAR, FULL = "linear_attention", "full_attention"
 def test_every_type_of_mcore_bridge_is_supported_or_refused_with_a_reason() -> None:
     """mcore-bridge registers deepseek_v41 only if megatron-core has a HybridModel with its layers."""
     converted = {name for meta in MODEL_MAPPING.values() if meta.is_multimodal for name in meta.model_types}
-    assert converted | {"deepseek_v41"} == {*COMPOSITE, *REFUSED_COMPOSITE}
+    assert converted | {"deepseek_v41"} == {*COMPOSITE, *OMNI, *REFUSED_COMPOSITE}
     names = {name for key, name in vars(MLLMModelType).items() if not key.startswith("_")}
     assert names - {"deepseek_v41"} == {name for name, meta in MODEL_MAPPING.items() if meta.is_multimodal}
     assert all(reason and not reason.endswith(".") for reason in [*REFUSED_COMPOSITE.values(), *REFUSED_TEXT.values()])
-    assert not {*COMPOSITE} & {*REFUSED_COMPOSITE}
+    assert not {*COMPOSITE, *OMNI} & {*REFUSED_COMPOSITE} and not {*COMPOSITE} & {*OMNI}
     text = [name for meta in MODEL_MAPPING.values() if not meta.is_multimodal for name in meta.model_types]
     assert {*text, "nemotron_h"} == {*TEXT, *COMPARED, *READ_AS, *REFUSED_TEXT}  # nemotron_h: as deepseek_v41
     assert not {*TEXT, *COMPARED, *READ_AS} & {*REFUSED_TEXT}
@@ -58,14 +61,31 @@ def test_a_type_read_as_another_gets_the_same_model(model_type: str, base: str) 
     assert get_mcore_model_type(model_type) == get_mcore_model_type(base) == "gpt"
 
 
-@pytest.mark.parametrize("model_type", [*COMPOSITE, *TEXT, *COMPARED, *READ_AS])
+@pytest.mark.parametrize("model_type", [*COMPOSITE, *OMNI, *TEXT, *COMPARED, *READ_AS])
 def test_a_type_that_was_compared_is_accepted(model_type: str) -> None:
-    check_type("m", {"model_type": model_type}, model_type in COMPOSITE)
+    check_type("m", {"model_type": model_type}, model_type in (*COMPOSITE, *OMNI))
 
 
-@pytest.mark.parametrize("model_type", COMPOSITE)
+@pytest.mark.parametrize("model_type", [*COMPOSITE, *OMNI])
 def test_text_of_a_supported_type_is_trained_with_frozen_towers(model_type: str) -> None:
     check_composite("m", {"model_type": model_type, "text_config": {"model_type": "qwen3"}}, FROZEN)
+
+
+@pytest.mark.parametrize("model_type", [*COMPOSITE, *OMNI])
+def test_rows_with_images_are_those_of_types_compared_on_them(model_type: str) -> None:
+    args: Any = SimpleNamespace(is_multimodal=True, model_config={"model_type": model_type})
+    assert vars(DerivedArguments)["takes_images"].fget(args) == (model_type in COMPOSITE)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "flag"), [((False, False, True), "freeze_vit"), ((True, True, False), "freeze_aligner")]
+)
+@pytest.mark.parametrize("model_type", OMNI)
+def test_of_an_omni_model_only_the_language_model_is_trained(
+    model_type: str, frozen: tuple[bool, bool, bool], flag: str
+) -> None:
+    with pytest.raises(ValueError, match=f"--{flag} false: of a {model_type} only .*; use --{flag} true"):
+        check_composite("m", {"model_type": model_type, "text_config": {"model_type": "qwen3"}}, frozen)
 
 
 @pytest.mark.parametrize("model_type", [*REFUSED_COMPOSITE, "mystery_vl"])
