@@ -13,6 +13,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from swift_megatron_grpo.weights.transport.buckets import NamedWeights
@@ -56,9 +57,14 @@ class _Sent(NamedTuple):
     """A tensor that is passed to the model's load_weights."""
 
     name: str
-    storage: int
+    storage: StorageWeakRef  # whose memory a later tensor may have: it may be freed once it is loaded
     begin: int  # in bytes: tensors of several types may share a storage
     nbytes: int
+
+
+def loadable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers, such as the bias of a router in a model of transformers that vLLM runs."""
+    return {**dict(model.named_buffers()), **dict(model.named_parameters())}
 
 
 class LoadTrace(TorchDispatchMode):
@@ -69,7 +75,7 @@ class LoadTrace(TorchDispatchMode):
         parameters = {name: value for name, value in model.named_parameters() if value.numel()}
         self._sizes = {name: (value.numel(), value.shape[1:].numel()) for name, value in parameters.items()}
         self._owners: dict[int, str] = {}  # by address
-        self.adopt({name: value for name, value in parameters.items() if not value.is_meta})
+        self.adopt({name: value for name, value in loadable(model).items() if value.numel() and not value.is_meta})
         self._registered: list[_Sent] = []
         self._copied: dict[str, set[Place]] = defaultdict(set)
         self._filled: dict[str, set[Place]] = defaultdict(set)  # with a constant: padding
@@ -88,7 +94,8 @@ class LoadTrace(TorchDispatchMode):
     def register(self, weights: NamedWeights) -> Iterator[tuple[str, torch.Tensor]]:
         for name, sent in weights:
             tensor = sent.contiguous()  # so that an offset in the storage is an offset in the tensor
-            self._registered.append(_Sent(name, tensor.untyped_storage().data_ptr(), _begin(tensor), tensor.nbytes))
+            storage = StorageWeakRef(tensor.untyped_storage())
+            self._registered.append(_Sent(name, storage, _begin(tensor), tensor.nbytes))
             yield name, tensor
 
     def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -155,8 +162,8 @@ class LoadTrace(TorchDispatchMode):
         self.copies_to[owner].append(copy)
 
     def _origin(self, source: torch.Tensor) -> _Sent | None:
-        """Return the sent tensor that `source` is a part of, the newest one: memory of freed tensors is reused."""
-        storage = source.untyped_storage().data_ptr()
+        """Return the sent tensor that `source` is a part of, the newest one: a buffer may be received into again."""
+        storage = StorageWeakRef(source.untyped_storage())
         begin = _begin(source)
         for sent in reversed(self._registered):
             if sent.storage == storage and sent.begin <= begin < sent.begin + sent.nbytes:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from swift_megatron_grpo.weights.load.load_tracer import LoadTrace, Place, TracedCopy
+from swift_megatron_grpo.weights.load.load_tracer import LoadTrace, Place, TracedCopy, loadable
 from swift_megatron_grpo.weights.load.staging import OnlineLayer, Staging, Target
 from swift_megatron_grpo.weights.transport.buckets import NamedWeights, copy_all
 from swift_megatron_grpo.weights.transport.held_weights import (
@@ -134,7 +134,7 @@ class LoadedWeights:
         The model loads a tensor itself if it rearranges it, has replaced its parameter, or also pads the parameter:
         padding is lost with the weights when vLLM sleeps at level 2.
         """
-        parameters = dict(self._model.named_parameters())
+        parameters = loadable(self._model)
         memories = {name: (value.data_ptr(), value.untyped_storage().nbytes()) for name, value in parameters.items()}
         if memories == self._memories:
             return
@@ -185,7 +185,7 @@ class LoadedWeights:
 
     def _read(self, names: Iterable[str]) -> dict[str, tuple[HeldSlice, ...]]:
         """Read checksums, but those of replaced parameters, and of layers that are quantized: see Staging.held."""
-        parameters = dict(self._model.named_parameters())
+        parameters = loadable(self._model)
         found: dict[str, list[TensorSlice]] = {}
         sums = []
         for name in names:
@@ -201,7 +201,7 @@ class LoadedWeights:
         return [copy for copy in copies if copy.place.parameter not in self._staging.parameters]
 
 
-def _exists(place: Place, parameters: dict[str, torch.nn.Parameter]) -> bool:
+def _exists(place: Place, parameters: dict[str, torch.Tensor]) -> bool:
     parameter = parameters.get(place.parameter)
     return parameter is not None and parameter.untyped_storage().nbytes() == place.storage_bytes
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from swift_megatron_grpo.weights.load import loaded_weights
+from swift_megatron_grpo.weights.load.load_tracer import LoadTrace
 from swift_megatron_grpo.weights.load.loaded_weights import LoadedWeights
 from tests.unit.loop.two_workers import Engine, Model, tensors
 
@@ -80,6 +81,43 @@ def test_the_model_loads_into_parameters_that_were_replaced() -> None:
     engine.load(weights, collect_checksums=False)
     assert [sorted(model.names) for model in models] == [["embedding", "norm"]] * 2
     assert torch.equal(models[0].norm, weights["norm"])
+
+
+def test_a_tensor_in_the_memory_of_a_freed_one_is_not_that_one() -> None:
+    """vLLM transposes the experts of a GPT-OSS one layer after the other, in the same memory."""
+    memory = bytearray(64)  # stands for an allocator that gives freed memory out again
+
+    def sent() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "first", torch.frombuffer(memory, dtype=torch.float32)
+
+    model = torch.nn.Linear(4, 4, bias=False)
+    with LoadTrace(model) as trace:
+        assert [name for name, _ in trace.register(sent())] == ["first"]
+        model.weight.data.copy_(torch.frombuffer(memory, dtype=torch.float32).view(4, 4))
+    trace.close(None)
+    assert trace.computed == {"weight"} and not trace.copies and not trace.ignored
+
+
+def test_a_loaded_buffer_is_read_back() -> None:
+    """A model of transformers that vLLM runs has the bias of a router in a buffer."""
+
+    class Router(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(4))
+            self.register_buffer("bias", torch.zeros(4))
+
+        def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+            for name, tensor in weights:
+                getattr(self, name).data.copy_(tensor)
+
+    router, sent = Router(), {"weight": torch.ones(4), "bias": torch.full((4,), 2.0)}
+    loaded = LoadedWeights(router, torch.float32, "engine 0")
+    for factor in (1, 2):  # by the model, then directly
+        loaded.load([(name, factor * tensor) for name, tensor in sent.items()], lambda: None, collect_checksums=True)
+        held = loaded.worker_weights()
+        assert held.held.keys() == sent.keys() and not held.ignored
+        assert torch.equal(router.bias, factor * sent["bias"])
 
 
 def test_a_tensor_that_the_traced_load_did_not_have_is_an_error() -> None:
