@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from swift_megatron_grpo.arguments.refused import (
-    COMPARED,
     COMPOSITE,
     NOT_YET,
     NOTED,
@@ -24,6 +23,7 @@ from swift_megatron_grpo.arguments.refused import (
     REFUSED_COMPOSITE,
     REFUSED_TEXT,
     TEXT,
+    WITHOUT_ENGINE,
     Refusal,
 )
 from swift_megatron_grpo.generation.vllm.engine_kwargs import REFUSED
@@ -70,7 +70,10 @@ def engine_table(refused: Mapping[str, str] = REFUSED) -> str:
 
 def types_table() -> str:
     """Return a Markdown table of all types that mcore-bridge converts: trained, or refused with the reason."""
-    states = dict.fromkeys(TEXT, "trained: text") | dict.fromkeys(COMPARED, "trained: text, without a test")
+    states = dict.fromkeys(TEXT, "trained: text")
+    states |= dict.fromkeys(
+        WITHOUT_ENGINE, "trained: text; not with vLLM in a test, because it cannot run them on a CPU"
+    )
     states |= {name: f"trained: mcore-bridge reads it as a {base}" for name, base in READ_AS.items()}
     states |= dict.fromkeys(COMPOSITE, "trained: text and images")
     states |= dict.fromkeys(OMNI, "trained: text; rows with images, videos or audio are refused")

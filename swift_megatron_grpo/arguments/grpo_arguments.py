@@ -24,7 +24,7 @@ from swift_megatron_grpo.arguments.environment import (
     import_plugins,
     is_from_modelscope,
 )
-from swift_megatron_grpo.arguments.models import faults_of_model
+from swift_megatron_grpo.arguments.models import check_engine, faults_of_model
 from swift_megatron_grpo.arguments.refused import refusals
 from swift_megatron_grpo.arguments.resume import apply_resume, check_ranks_agree, raise_if_finished, typed_flags
 from swift_megatron_grpo.arguments.start_up_log import start_up_lines
@@ -178,6 +178,7 @@ class GRPOArguments(DerivedArguments):
     @reported_by_torchrun()
     def init_iters(self, train_dataset: Any, val_dataset: Any) -> None:
         """Set the number of iterations; the datasets are loaded and checked by now. The model loads later."""
+        check_engine(self.model, self.model_config, self.vllm_mode)
         if self.rollout_replay is not None and val_dataset is not None:
             raise ValueError(
                 "--rollout_replay does not start vLLM, which the prompts of --val_dataset or --split_dataset_ratio "

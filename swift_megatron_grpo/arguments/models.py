@@ -133,6 +133,15 @@ def check_sinks(model: str, config: Mapping[str, Any], backend: str) -> None:
         )
 
 
+def check_engine(model: str, config: Mapping[str, Any], vllm_mode: str) -> None:
+    """Raise ValueError for a type that vLLM, which has no code for it, cannot run in the processes of the trainer."""
+    if config.get("model_type") == "dots1" and vllm_mode == "colocate":
+        raise ValueError(
+            f"--vllm_mode colocate: --model {model} is a dots1, for which vLLM changes the class of transformers that "
+            "ms-swift saves it with; use --vllm_mode server"
+        )
+
+
 def check_attention_layers(model: str, config: Mapping[str, Any]) -> None:
     """Raise ValueError if Megatron would build other attention layers than this config.json describes.
 

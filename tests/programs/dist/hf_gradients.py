@@ -1,6 +1,7 @@
 """Compute the loss and its gradient in fp64, as in the paper, with plain transformers and autograd. No megatron.
 
 python hf_gradients.py MODEL OUT.pt [one_prompt]
+python hf_gradients.py FOLDER types TYPE... : of FOLDER/TYPE to FOLDER/TYPE.pt
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,18 +20,28 @@ from tests.support.plain_models import load_plain, logits_of
 EPSILON_LOW, EPSILON_HIGH, BETA, TEMPERATURE = 0.2, 0.28, 0.1, 0.9
 
 
-def main(folder: str, out: str, prompts: str = "") -> None:
+def main(folder: str, out: str, *others: str) -> None:
+    if out == "types":
+        for model_type in others:
+            torch.save(gradients(f"{folder}/{model_type}"), f"{folder}/{model_type}.pt")
+    else:
+        torch.save(gradients(folder, *others), out)
+
+
+def gradients(folder: str, prompts: str = "") -> dict[str, Any]:
+    """Return the loss, its gradient by the names of transformers, and the log-probs of each sample."""
     config = json.loads(Path(folder, "config.json").read_text())
     if "linear_num_key_heads" in config.get("text_config", config):
         use_exact_delta_rule(config["model_type"])
     model = load_plain(folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager")
     samples = fixed_samples(model.config.get_text_config().vocab_size, 8, 1, True, prompts == "one_prompt")
-    total = torch.zeros((), dtype=torch.float64)
+    total, logprobs = torch.zeros((), dtype=torch.float64), []
     for sample in samples:
         tokens = torch.tensor([sample.tokens])
         log_p = (logits_of(model, tokens) / TEMPERATURE).log_softmax(-1)
         rows = [i for i, trained in enumerate(sample.completion_mask) if trained]
         now = torch.stack([log_p[i - 1, sample.tokens[i]] for i in rows])
+        logprobs.append(now.tolist())
         ratio = (now - torch.tensor(sample.old_logprobs, dtype=torch.float64)).exp()
         clipped = ratio.clamp(1 - EPSILON_LOW, 1 + EPSILON_HIGH)
         gap = torch.tensor(sample.ref_logprobs, dtype=torch.float64) - now
@@ -38,7 +50,7 @@ def main(folder: str, out: str, prompts: str = "") -> None:
         total = total - (surrogate - BETA * kl).mean() / len(samples)
     total.backward()
     grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    torch.save({"loss": total.item(), "grads": grads}, out)
+    return {"loss": total.item(), "grads": grads, "logprobs": logprobs}
 
 
 def use_exact_delta_rule(model_type: str) -> None:

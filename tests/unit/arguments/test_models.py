@@ -15,13 +15,13 @@ from swift_megatron_grpo.arguments.derived import DerivedArguments
 from swift_megatron_grpo.arguments.models import (
     check_attention_layers,
     check_composite,
+    check_engine,
     check_flash_attention,
     check_kernels,
     check_sinks,
     check_type,
 )
 from swift_megatron_grpo.arguments.refused import (
-    COMPARED,
     COMPOSITE,
     INTERNVL_LANGUAGES,
     OMNI,
@@ -29,9 +29,11 @@ from swift_megatron_grpo.arguments.refused import (
     REFUSED_COMPOSITE,
     REFUSED_TEXT,
     TEXT,
+    WITHOUT_ENGINE,
 )
 from swift_megatron_grpo.cli.tiny_models import TEXT_CONFIGS, TINY
 from swift_megatron_grpo.platforms.attention_packages import fault_of_delta_rule
+from tests.support.text_types import CONFIGS, IN_VLLM_ON_CPU
 
 FROZEN = (False, True, True)
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -46,8 +48,8 @@ def test_every_type_of_mcore_bridge_is_supported_or_refused_with_a_reason() -> N
     assert all(reason and not reason.endswith(".") for reason in [*REFUSED_COMPOSITE.values(), *REFUSED_TEXT.values()])
     assert not {*COMPOSITE, *OMNI} & {*REFUSED_COMPOSITE} and not {*COMPOSITE} & {*OMNI}
     text = [name for meta in MODEL_MAPPING.values() if not meta.is_multimodal for name in meta.model_types]
-    assert {*text, "nemotron_h"} == {*TEXT, *COMPARED, *READ_AS, *REFUSED_TEXT}  # nemotron_h: as deepseek_v41
-    assert not {*TEXT, *COMPARED, *READ_AS} & {*REFUSED_TEXT}
+    assert {*text, "nemotron_h"} == {*TEXT, *READ_AS, *REFUSED_TEXT}  # nemotron_h: as deepseek_v41
+    assert not {*TEXT, *READ_AS} & {*REFUSED_TEXT}
 
 
 @pytest.mark.parametrize(("model_type", "base"), READ_AS.items())
@@ -61,7 +63,7 @@ def test_a_type_read_as_another_gets_the_same_model(model_type: str, base: str) 
     assert get_mcore_model_type(model_type) == get_mcore_model_type(base) == "gpt"
 
 
-@pytest.mark.parametrize("model_type", [*COMPOSITE, *OMNI, *TEXT, *COMPARED, *READ_AS])
+@pytest.mark.parametrize("model_type", [*COMPOSITE, *OMNI, *TEXT, *READ_AS])
 def test_a_type_that_was_compared_is_accepted(model_type: str) -> None:
     check_type("m", {"model_type": model_type}, model_type in (*COMPOSITE, *OMNI))
 
@@ -108,6 +110,20 @@ def test_attention_sinks_are_refused_with_flash_attention(backend: str) -> None:
         check_sinks("m", {"model_type": "gpt_oss"}, other)
     with pytest.raises(ValueError, match=f"--attention_backend {backend}: .* use --attention_backend unfused"):
         check_sinks("m", {"model_type": "gpt_oss"}, backend)
+
+
+def test_vllm_in_the_trainer_is_refused_for_a_type_that_it_does_not_have() -> None:
+    check_engine("m", {"model_type": "dots1"}, "server")
+    check_engine("m", {"model_type": "qwen3"}, "colocate")
+    with pytest.raises(ValueError, match=r"--vllm_mode colocate: --model m is a dots1, .* use --vllm_mode server"):
+        check_engine("m", {"model_type": "dots1"}, "colocate")
+
+
+def test_every_text_type_has_tests_of_its_numbers_and_with_vllm() -> None:
+    """Other tests have trained these four in every layout, with vLLM where it can run them on a CPU."""
+    elsewhere = {"qwen3", "qwen3_moe", "qwen3_next", "deepseek_v3"}
+    assert elsewhere | CONFIGS.keys() == {*TEXT} and not elsewhere & CONFIGS.keys()
+    assert CONFIGS.keys() - {*WITHOUT_ENGINE} == {*IN_VLLM_ON_CPU}
 
 
 def test_an_internvl_needs_a_language_model_with_which_it_was_compared() -> None:
