@@ -182,12 +182,11 @@ TEXT = (
 WITHOUT_ENGINE = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minimax_m2")
 READ_AS = {"internlm3": "llama", "kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 _CODE_IN_CHECKPOINT = "its code is part of the checkpoint (trust_remote_code), so no test can make a small one"
-_HYBRID = "its language model is not a GPTModel of mcore-bridge, whose output layer this trainer replaces"
+_HYBRID = "its language model is a HybridModel, unknown to megatron-core 0.16.1, and this trainer needs a GPTModel"
 _GEMMA4 = (
     "mcore-bridge 1.6.5 reads global_head_dim, which transformers 5.19 has no longer, and its text needs token types"
 )
-_UNTESTED = "no test has compared it with plain transformers yet"
-_SPARSE = "megatron-core 0.16.1 and 0.18.2 have no sparse attention (DSA) of packed sequences"
+_SPARSE = "megatron-core below 0.19 has no sparse attention (DSA) of packed sequences, and 0.19 is not supported yet"
 # Text types that mcore-bridge 1.6.5 converts, and the reason why this trainer refuses them.
 REFUSED_TEXT: Mapping[str, str] = {
     **dict.fromkeys(("bailing_hybrid", "bailing_moe", "deepseek"), _CODE_IN_CHECKPOINT),
@@ -199,18 +198,13 @@ REFUSED_TEXT: Mapping[str, str] = {
 # Types that mcore-bridge 1.6.5 converts, and the reason why this trainer refuses them; it converts deepseek_v41 with a
 # newer megatron-core only.
 REFUSED_COMPOSITE: Mapping[str, str] = {
-    "deepseek_v41": _HYBRID,
-    "gemma4": _GEMMA4,
-    "gemma4_unified": _GEMMA4,
-    "glm5_next": _HYBRID,
-    "internvl_chat": _CODE_IN_CHECKPOINT,
-    "kimi_k25": _UNTESTED,
-    "kimi_vl": _CODE_IN_CHECKPOINT,
-    "llama4": "its chunked attention has not been compared with plain transformers yet",
-    "llava_onevision1_5": _CODE_IN_CHECKPOINT,
-    "minicpmv4_6": _UNTESTED,
-    "muse_glimmer": _UNTESTED,
-    "ovis2_5": _CODE_IN_CHECKPOINT,
+    **dict.fromkeys(("internvl_chat", "kimi_vl", "llava_onevision1_5", "ovis2_5"), _CODE_IN_CHECKPOINT),
+    **dict.fromkeys(("deepseek_v41", "glm5_next"), _HYBRID),
+    **dict.fromkeys(("gemma4", "gemma4_unified"), _GEMMA4),
+    "kimi_k25": "mcore-bridge 1.6.5 builds its image part from code in the checkpoint (trust_remote_code)",
+    "llama4": "mcore-bridge 1.6.5 does not read its attention_chunk_size, and ms-swift 4.6 trains it with padding only",
+    "minicpmv4_6": "no test has compared it with plain transformers yet",
+    "muse_glimmer": "ms-swift 4.6 trains it with padding only",
     "qwen3_asr": "it transcribes audio, and rows with audio are not trained",
     "qwen4_exp": "beyond indexer_budget tokens its attention needs a GPU, where no test has compared it yet",
 }
