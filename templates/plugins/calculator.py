@@ -3,7 +3,8 @@
     --external_plugins reasoning_task.py calculator.py --multi_turn_scheduler gym_scheduler --gym_env calculator \
         --max_turns 3
 
-Rows are those of reasoning_task.py. The reward is the score of the first response without a call.
+Rows are those of reasoning_task.py. The reward is the score of the first response without a call, and CALL if the
+first response is a call that has a result: a small model seldom calls a tool by itself.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from typing import Any
 from reasoning_task import score
 from swift.rollout.gym_env import Env, envs
 
-HINT = "Write calc(...) with the calculation in the parentheses."
+HINT = "First write the calculation as calc(...), for example calc(17 + 25). You will get its result."
+CALL = 0.2
 
 
 class Calculator(Env):
     async def reset(self, config: Any) -> tuple[str, dict[str, Any], str]:
         """Return the question of the row, and how to call the tool."""
-        self._problem = json.loads(config.data_dict["problem"])
+        self._problem, self._earns = json.loads(config.data_dict["problem"]), CALL
         return f"{config.messages[-1]['content']} {HINT}", {}, ""
 
     async def step(self, action: list[dict[str, Any]]) -> tuple[str, float, bool, dict[str, Any]]:
@@ -29,7 +31,9 @@ class Calculator(Env):
         text: str = action[-1]["content"]
         call = re.search(r"calc\((.*)\)", text)
         if call:
-            return f"The result is {calculate(call[1])}. Answer with the number only.", 0.0, False, {}
+            result = calculate(call[1])
+            reward, self._earns = (0.0 if result.startswith("unknown") else self._earns), 0.0
+            return f"The result is {result}. Answer with the number only.", reward, False, {}
         return "", score(text, self._problem), True, {}
 
     async def close(self) -> None: ...

@@ -15,7 +15,9 @@ from tests.support.runs import ON_CPU
 
 TEMPLATES = REPOSITORY / "templates"
 # cpu_quickstart.sh runs as it is in tests/unit/scripts.
-NAMES = sorted(path.name for path in TEMPLATES.glob("*.sh") if path.name != "cpu_quickstart.sh")
+RECIPES = ("full", "lora", "boxed", "dynamic", "tool", "fp8", "servers")
+NAMES = sorted(path.name for path in TEMPLATES.glob("*.sh") if path.name not in ("cpu_quickstart.sh", "recipe.sh"))
+NAMES += [f"recipe.sh {recipe}" for recipe in RECIPES]
 IMAGES = "AI-ModelScope/clevr_cogen_a_train"  # ms-swift lists it with images; made-up rows take its place
 PRINT_COMMAND = """#!/usr/bin/env bash
 echo export NPROC_PER_NODE=$NPROC_PER_NODE
@@ -29,12 +31,24 @@ def trainer_command(name: str, folder: Path) -> str:
     stub = folder / "bin" / "megatron"
     stub.parent.mkdir()
     stub.write_text(PRINT_COMMAND)
-    stub.chmod(0o755)
+    (stub.parent / "swift").write_text("#!/bin/sh\nexec sleep 60\n")  # a recipe with servers starts one
+    (stub.parent / "nvidia-smi").write_text("#!/bin/sh\n")  # else a recipe trains on the CPU
+    for program in stub.parent.iterdir():
+        program.chmod(0o755)
     environment = {
         "PATH": f"{stub.parent}:{os.environ['PATH']}",
         "DATASET": IMAGES if name.startswith("vl") else "org/rows",
     }
-    command = [str(TEMPLATES / name), *(["train"] if "server" in name else [])]
+    template, *recipe = name.split()
+    command = [str(TEMPLATES / template)]
+    if recipe:
+        row = {"messages": [{"role": "user", "content": "What is 3 + 4?"}], "solution": "7", "problem": "{}"}
+        (folder / "rows").mkdir()
+        (folder / "rows" / "train.jsonl").write_text(f"{json.dumps(row)}\n" * 64)
+        command += [*recipe, str(folder / "rows")]
+        environment["MODEL"] = "Qwen/Qwen3-0.6B"
+    elif "server" in name:
+        command.append("train")
     return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
 
 

@@ -138,8 +138,8 @@ def replace_inputs(flags: Flags, folder: Path, servers: Sequence[Flags]) -> tupl
         images = any(name in key and "vision" in meta.tags for key, meta in listed for name in names)
         flags["dataset"] = [str(_write_rows(folder / "rows.jsonl", images))]
         notes.append(f"--dataset {' '.join(missing)}: {ROWS} made-up rows{' with images' if images else ''}")
-    for name in ("val_dataset", "split_dataset_ratio", "cached_dataset"):
-        if name in flags:
+    for name in list(flags):
+        if name in ("val_dataset", "split_dataset_ratio", "cached_dataset") or name.startswith("eval_"):
             notes.append(f"--{name} {' '.join(flags.pop(name))}: left out")
     if "system" in flags and Path(flags["system"][0]).is_file():
         flags["system"] = [os.path.abspath(flags["system"][0])]

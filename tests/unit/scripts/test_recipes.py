@@ -39,7 +39,7 @@ def plugins() -> None:
 
 def test_no_problem_is_both_trained_and_held_out(rows: dict[str, list[dict[str, Any]]]) -> None:
     questions = [row["messages"][0]["content"] for part in rows.values() for row in part]
-    assert len(set(questions)) == len(questions) > 4000 and len(rows["held_out"]) == 256
+    assert len(set(questions)) == len(questions) > 4000 and len(rows["held_out"]) == -(-len(questions) // 16)
     assert all(question.endswith(" = Go.") for question in questions)
 
 
@@ -48,9 +48,29 @@ def test_the_reward_is_the_score_of_the_task(rows: dict[str, list[dict[str, Any]
 
     row = next(row for row in rows["train"] if len(row["solution"]) == 3 and row["solution"].isdigit())
     right = row["solution"]
-    completions = [right, f" {right}\n", f"{right}.0", f"It is {right}", "4", "", f"4 <answer>{right}</answer>"]
+    completions = [right, f"4 + 4 is {right}.", f"{right}.0", f"1{right}", "4", "", f"4 <answer>{right}</answer> 4"]
     rewards = orms["reasoning_task"]()(completions, problem=[row["problem"]] * len(completions), messages=[])
-    assert rewards == pytest.approx([1, 1, 1, 3 / 9, 0, 0, 1])
+    assert rewards == pytest.approx([1, 1, 1, 3 / 4, 0, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("task", "text"), [("syllogism", "No, no: {}."), ("spell_backward", "It is {}"), ("word_sorting", "{}")]
+)
+def test_the_last_word_or_the_whole_text_is_read_by_the_form_of_the_solution(task: str, text: str) -> None:
+    from reasoning_gym import create_dataset
+    from reasoning_task import score
+
+    row = create_dataset(task, size=1, seed=0)[0]
+    assert score(text.format(row["answer"]), row) == 1
+    assert score(text.format("nothing") + " Perhaps", row) < 1
+
+
+def test_the_score_is_asked_even_if_a_task_has_no_solution() -> None:
+    from reasoning_gym import create_dataset
+    from reasoning_task import score
+
+    row = create_dataset("propositional_logic", size=1, seed=0)[0]
+    assert row["answer"] is None and score(row["metadata"]["example_answer"], row) == 1 > score("no idea", row)
 
 
 def conversation(problem: str, *responses: str) -> list[tuple[str, float, bool]]:
@@ -74,8 +94,14 @@ def test_the_calculator_is_called_and_the_answer_scored(rows: dict[str, list[dic
     expression = json.loads(row["problem"])["metadata"]["expression"]
     question, result, end = conversation(row["problem"], f"Sure: calc({expression})", row["solution"])
     assert question[0].startswith("Add. ") and "calc(" in question[0]
-    assert result == (f"The result is {row['solution']}. Answer with the number only.", 0.0, False)
+    assert result == (f"The result is {row['solution']}. Answer with the number only.", 0.2, False)
     assert end == ("", 1.0, True)
+
+
+def test_only_the_first_call_with_a_result_earns_anything(rows: dict[str, list[dict[str, Any]]]) -> None:
+    problem = rows["train"][0]["problem"]
+    rewards = [reward for _, reward, _ in conversation(problem, "calc(1 + 1)", "calc(2 + 2)", "nothing")]
+    assert rewards == [0.0, 0.2, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("text", ["9**9**9", "1/0", "(1", "open('x')", "1(2)", "1e9", "9" * 81, ""])
