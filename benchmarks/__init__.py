@@ -12,6 +12,8 @@ bench_switches.py           time between training and generation: offload, wake-
 long_run.py                 thousands of steps of a small released model in one run: what drifts
 learn.py                    the same task in four trainers: reward, held-out accuracy and seconds over steps
 learn_chain.sh              all runs of learn.py in one session on GPUs
+recipes.py                  recipes of templates/recipe.sh: accuracy, completions and GPU hours, for docs/recipes
+recipes_chain.sh            all runs of recipes.py in one session on GPUs
 gpu_tests.py                tests of tests/gpu, with a record of what ran where
 simulate_scaling.py         balance, messages and gradients of up to 512 ranks, for docs/scaling.md
 simulate_split.py           the share of GPUs for servers, against colocation, for docs/async.md

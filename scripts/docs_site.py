@@ -108,7 +108,8 @@ def _with_links(text: str, source: str) -> str:
         if (ROOT / target).is_dir():
             return label
         _, hash_sign, anchor = link.partition("#")
-        return f"[{label}]({site_path(target)}{hash_sign}{anchor})"
+        place = posixpath.relpath(site_path(target), posixpath.dirname(site_path(source)) or ".")
+        return f"[{label}]({place}{hash_sign}{anchor})"
 
     text = _COMMENT.sub("", _LINK.sub(rewritten, text))
     return text.replace("<details>", '<details markdown="1">').replace("<summary>", '<summary markdown="span">')

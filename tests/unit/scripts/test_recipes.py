@@ -56,7 +56,7 @@ def test_the_reward_is_the_score_of_the_task(rows: dict[str, list[dict[str, Any]
 @pytest.mark.parametrize(
     ("task", "text"), [("syllogism", "No, no: {}."), ("spell_backward", "It is {}"), ("word_sorting", "{}")]
 )
-def test_the_last_word_or_the_whole_text_is_read_by_the_form_of_the_solution(task: str, text: str) -> None:
+def test_the_form_of_the_solution_decides_what_is_read(task: str, text: str) -> None:
     from reasoning_gym import create_dataset
     from reasoning_task import score
 

@@ -257,6 +257,7 @@ def test_a_noun_is_trained_or_held_out_and_its_plural_alone_is_right(tmp_path: P
         "templates/moe_full.sh",
         "templates/qwen3_5_moe_server.sh",
         "templates/recipe.sh",
+        "benchmarks/recipes_chain.sh",
     ],
 )
 def test_shell_scripts_are_executable_strict_and_parse(path: str) -> None:

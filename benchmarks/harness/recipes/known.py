@@ -1,0 +1,84 @@
+"""The recipes of templates/recipe.sh, in the order of docs/recipes. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SUMS = "sums and differences of two or three numbers with one or two digits"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    name: str
+    title: str
+    task: str  # in words
+    goal: str  # one or two sentences
+    flags: str  # its own, beside those of every recipe
+    gpus: int = 1
+    merged: bool = False  # the adapter is also saved merged
+    environment: bool = False  # several turns, with the calculator
+    compared: str = ""  # another recipe with the same task
+
+
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe(
+            "full",
+            "All weights",
+            SUMS,
+            "The model learns to end its answer with the right number.",
+            "--tuner_type full --lr 1e-5",
+        ),
+        Recipe(
+            "lora",
+            "An adapter",
+            "short words, spelled backward",
+            "The model learns to spell words of three or four letters backward. The score of the task counts letters "
+            "that are in the right place.",
+            "--tuner_type lora --lora_rank 16 --lora_alpha 32 --lr 2e-4 --beta 0 --merge_lora true",
+            merged=True,
+        ),
+        Recipe(
+            "servers",
+            "A server that generates ahead of training",
+            SUMS,
+            "One GPU generates the next rollout while the other one trains on the last.",
+            "--vllm_mode server --async_generate true --max_staleness 1",
+            gpus=2,
+            compared="full",
+        ),
+        Recipe(
+            "tool",
+            "Several turns with a tool",
+            "sums and differences of two or three numbers with three or four digits",
+            "The model learns to call a calculator, and to answer with its result.",
+            "--gym_env calculator --max_turns 3",
+            environment=True,
+        ),
+        Recipe(
+            "dynamic",
+            "Dynamic sampling against collapse",
+            SUMS,
+            "A policy that gives all completions of a prompt the same reward learns nothing from it. Such groups are "
+            "replaced, up to three times a step.",
+            "--dynamic_sample true --max_resample_times 3",
+            compared="full",
+        ),
+        Recipe(
+            "boxed",
+            "An answer in a format",
+            "sums and differences of two or three digits, with the answer in `\\boxed{}`",
+            "The model learns the format and the sum at the same time, from ms-swift's reward `accuracy` alone.",
+            "--reward_funcs accuracy",
+        ),
+        Recipe(
+            "fp8",
+            "Rollouts in FP8",
+            SUMS,
+            "vLLM generates with weights and activations in 8 bits, and a weight for each token corrects for it.",
+            "--rollout_quantization fp8 --rollout_importance_sampling_mode token_truncate",
+            compared="full",
+        ),
+    )
+}

@@ -1,0 +1,158 @@
+"""Run the recipes of templates/recipe.sh, and write their pages.
+
+    python -m benchmarks.recipes run --recipe full --model MODEL --work WORK --out OUT [-- FLAG...]
+    python -m benchmarks.recipes plan --out OUT
+    python -m benchmarks.recipes report
+
+MODEL is the folder that `swift-megatron-grpo get-model smollm2 MODEL` writes, and OUT is benchmarks/h200/parts. `run`
+trains with one recipe, answers the held-out problems with plain vLLM on the weights that it saves, and writes
+OUT/recipe-NAME.json. `plan` writes what `--check true` plans for larger models, which needs no GPU. `report` writes
+docs/recipes from the files of all folders. benchmarks/recipes_chain.sh runs all recipes on GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bench import PACKAGES, machine, revision
+from benchmarks.harness.paths import REPOSITORY
+from benchmarks.harness.processes import exit_at_sigterm, kill
+from benchmarks.harness.recipes.known import RECIPES, Recipe
+from benchmarks.harness.recipes.page import write_pages
+from benchmarks.harness.recipes.plans import write_plans
+from benchmarks.harness.recipes.runs import last_weights, logged, read_rows, write_programs
+
+TEMPLATE = REPOSITORY / "templates" / "recipe.sh"
+PLUGINS = [str(REPOSITORY / "templates" / "plugins" / name) for name in ("reasoning_task.py", "calculator.py")]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, answer with the saved weights, write the result and remove the weights."""
+    exit_at_sigterm()
+    recipe, folder, result = RECIPES[args.recipe], args.work / args.recipe, args.out / f"recipe-{args.recipe}.json"
+    args.out.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "model").exists():
+        (folder / "model").symlink_to(args.model)
+    began = time.monotonic()
+    code = finish([str(TEMPLATE), recipe.name, str(folder), *args.flags], args.work, recipe, args.limit)
+    seconds = round(time.monotonic() - began, 1)
+    gpus, (device, versions) = recipe.gpus * has_gpu(), machine(revision(), PACKAGES)
+    solutions = Counter(row["solution"] for row in read_rows(folder / "held_out.jsonl"))
+    measured: dict[str, Any] = {
+        "recipe": recipe.name,
+        "overridden": args.flags,
+        "device": device,
+        "gpus": gpus,
+        "versions": versions,
+        "exit_code": code,
+        "seconds_of_process": seconds,
+        "gpu_hours": round(seconds * gpus / 3600, 4),
+        "problems": solutions.total(),
+        "constant": round(max(solutions.values(), default=0) / max(1, solutions.total()), 4),
+        "served": None,
+        **logged(folder / "output"),
+    }
+    result.write_text(json.dumps(measured) + "\n")  # now, because a session may end while the weights are loaded
+    weights = last_weights(folder / "output", recipe.merged)
+    if code == 0 and weights:
+        measured["served"] = serve(recipe, weights, folder, args, measured["settings"])
+        result.write_text(json.dumps(measured) + "\n")
+        for saved in (folder / "output").glob("checkpoint-*"):
+            shutil.rmtree(saved)
+    print(f"recipes: {recipe.name}: exit code {code}, {len(measured['reward'])} steps in {seconds} s; {result}")
+    return 0 if measured["served"] else 1
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def finish(command: Sequence[str], work: Path, recipe: Recipe, limit: float) -> int | None:
+    """Run a recipe and return its exit code, or None if it was ended at the limit."""
+    environment = environment_of(work)
+    environment["SERVER"] = f"http://127.0.0.1:{random.randint(20000, 32000)}"
+    with (work / f"{recipe.name}.txt").open("wb") as file:
+        process = subprocess.Popen(command, env=environment, cwd=REPOSITORY, stdout=file, stderr=subprocess.STDOUT,
+                                   start_new_session=True)  # fmt: skip
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        kill(process)
+
+
+def serve(recipe: Recipe, weights: Path, folder: Path, args: argparse.Namespace, settings: dict[str, Any]) -> Any:
+    """Return what plain vLLM measures with the saved weights and those before training; None if it fails."""
+    file = args.work / f"{recipe.name}-served.json"
+    dtype = str(settings["torch_dtype"]).removeprefix("torch.")
+    command = [sys.executable, "-m", "benchmarks.harness.recipes.served", str(weights), str(args.model), "--rows",
+               str(folder / "held_out.jsonl"), "--reward", "accuracy" if recipe.name == "boxed" else "reasoning_task",
+               "--plugins", *PLUGINS, "--max-tokens", str(settings["max_completion_length"]), "--dtype", dtype,
+               "--json", str(file)]  # fmt: skip
+    command += ["--environment", "calculator"] if recipe.environment else []
+    command += ["--problems", str(args.problems)] if args.problems else []
+    with file.with_suffix(".txt").open("wb") as log:
+        code = subprocess.run(command, env=environment_of(args.work), cwd=REPOSITORY, stdout=log,
+                              stderr=subprocess.STDOUT).returncode  # fmt: skip
+    return json.loads(file.read_text()) if code == 0 else None
+
+
+def environment_of(work: Path) -> dict[str, str]:
+    programs = write_programs(work / "programs")
+    return {
+        **os.environ,
+        "PATH": os.pathsep.join([str(programs), os.environ["PATH"]]),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),
+        "MASTER_PORT": str(random.randint(20000, 32000)),
+        "HF_HUB_OFFLINE": "1",
+        "MODELSCOPE_OFFLINE": "1",
+    }
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("report", help="write the pages").set_defaults(call=lambda _: write_pages(REPOSITORY))
+    plan = commands.add_parser("plan", help="plan larger models")
+    plan.set_defaults(call=lambda args: write_plans(args.out))
+    command = commands.add_parser("run", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    command.set_defaults(call=run)
+    command.add_argument("--recipe", choices=RECIPES, required=True)
+    command.add_argument("--model", type=Path, required=True, help="folder of the model before training")
+    command.add_argument("--work", type=Path, required=True, help="folder for the data and the outputs of runs")
+    command.add_argument("--limit", type=float, default=1500, help="seconds after which the training is ended")
+    command.add_argument(
+        "--problems", type=int, help="held-out problems that the saved weights answer; all if not given"
+    )
+    command.add_argument("flags", nargs="*", help="flags of the trainer that override those of the recipe")
+    for one in (plan, command):
+        one.add_argument("--out", type=Path, required=True, help="folder for results")
+    args = parser.parse_args(arguments)
+    for name in {"model", "work", "out"} & set(vars(args)):
+        setattr(args, name, getattr(args, name).resolve())
+    return args
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse(arguments)
+    code: int = args.call(args)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Run the recipes of benchmarks/recipes.py, one on each GPU, and then those that need two. What was measured is left
+# out, and no recipe starts that is unlikely to end in time, so that several short sessions share the work.
+#   benchmarks/recipes_chain.sh MODEL WORK OUT SECONDS [FLAG...]
+# MODEL: folder of SmolLM2; WORK: data and logs; OUT: results, and those of earlier sessions; FLAG: of the trainer, that
+# overrides those of all recipes.
+#   GPUS="0 1"    GPUs (default: all), or cpu for a dry run
+#   ITEMS="..."   RECIPE:SECONDS of each recipe, SECONDS with start and served weights (default: all, these estimates)
+#   PAIRS="..."   the same for recipes that need two GPUs
+set -euo pipefail
+model=$1 work=$(mkdir -p "$2" && cd "$2" && pwd) out=$(mkdir -p "$3" && cd "$3" && pwd) end=$((SECONDS + $4))
+shift 4
+flags=("$@")
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+read -ra gpus <<< "${GPUS:-$(nvidia-smi --query-gpu=index --format=csv,noheader | xargs)}"
+cores=$(($(nproc) / ${#gpus[@]}))
+queue=$work/queue
+recipes=("${PYTHON:-python3}" -m benchmarks.recipes)
+
+# The queue has lines of RECIPE SECONDS. Print the first that was not measured and can end in time, and remove it.
+next() {
+    local recipe seconds
+    exec 9> "$queue.lock"
+    flock 9
+    while read -r recipe seconds; do
+        if ! grep -qs '"served": {' "$out/recipe-$recipe.json" && [ $((SECONDS + seconds)) -lt "$end" ]; then
+            sed -i "/^$recipe /d" "$queue"
+            echo "$recipe $seconds"
+            return
+        fi
+    done < "$queue"
+}
+
+# lane CORES: work through the queue
+lane() {
+    local recipe seconds limit status
+    while read -r recipe seconds < <(next); do
+        limit=$((end - SECONDS - 50)) status=0 # 50: to serve the weights
+        [ "$limit" -lt $((seconds * 3 / 2)) ] || limit=$((seconds * 3 / 2)) # one that hangs
+        taskset -c "$1" "${recipes[@]}" run --recipe "$recipe" --model "$model" --work "$work" --out "$out" \
+            --limit "$limit" ${PROBLEMS:+--problems "$PROBLEMS"} -- "${flags[@]}" || status=$?
+        echo "recipes_chain: $recipe: exit code $status, $((end - SECONDS)) s left"
+    done
+}
+
+# 200 steps of 0.5 to 0.8 s, 60 s for the start, 5 evaluations and 40 s for the served weights.
+tr ' :' '\n ' <<< "${ITEMS-tool:330 full:240 dynamic:330 lora:240 boxed:240 fp8:260}" > "$queue"
+for place in "${!gpus[@]}"; do
+    (
+        [ "${gpus[place]}" = cpu ] || export CUDA_VISIBLE_DEVICES=${gpus[place]}
+        lane "$((place * cores))-$((place * cores + cores - 1))"
+    ) &
+done
+wait
+tr ' :' '\n ' <<< "${PAIRS-servers:260}" > "$queue"
+if [ "${#gpus[@]}" -ge 2 ]; then
+    export SERVER_GPUS=${gpus[0]} TRAIN_GPUS=${gpus[1]}
+elif [ "${gpus[0]}" != cpu ]; then
+    exit # one GPU
+fi
+lane "0-$(($(nproc) - 1))"
