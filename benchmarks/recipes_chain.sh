@@ -23,7 +23,7 @@ next() {
     exec 9> "$queue.lock"
     flock 9
     while read -r recipe seconds; do
-        if ! grep -qs '"served": {' "$out/recipe-$recipe.json" && [ $((SECONDS + seconds)) -lt "$end" ]; then
+        if [ -n "$recipe" ] && ! grep -qs '"served": {' "$out/recipe-$recipe.json" && [ $((SECONDS + seconds)) -lt "$end" ]; then
             sed -i "/^$recipe /d" "$queue"
             echo "$recipe $seconds"
             return

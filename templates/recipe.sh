@@ -31,6 +31,7 @@ dynamic) # groups of equal rewards teach nothing; they are replaced
     ;;
 tool) # larger numbers, with a calculator
     template=multi_turn.sh task[1]='{"min_terms": 2, "max_terms": 3, "min_digits": 3, "max_digits": 4}'
+    task[2]="Use the calculator."
     flags=(--external_plugins "$here"/plugins/{reasoning_task,calculator}.py --gym_env calculator --max_turns 3)
     ;;
 fp8) # vLLM generates in 8 bits, and a weight per token corrects for it
@@ -60,7 +61,7 @@ args=(
     --tensor_model_parallel_size 1 --sequence_parallel false --vllm_tensor_parallel_size 1 # 9 heads are not even
     --num_generations 8 --global_batch_size 256 --steps_per_generation 1 # 32 prompts, 8 completions each
     --max_tokens_per_micro_batch 16384 --max_length 256 --max_completion_length 64 --vllm_max_model_len 1024
-    --vllm_gpu_memory_utilization 0.3 --sleep_level 0 # all of it fits beside a small model
+    --vllm_gpu_memory_utilization 0.3 --sleep_level 0 # a small model leaves room for all of it
     --offload_model false --offload_optimizer false --offload_grad false
     --lr 1e-5 --lr_decay_style constant --train_iters 200
     --val_dataset "$folder/held_out.jsonl" --eval_before_train true --eval_steps 50

@@ -3,8 +3,8 @@
     --external_plugins reasoning_task.py calculator.py --multi_turn_scheduler gym_scheduler --gym_env calculator \
         --max_turns 3
 
-Rows are those of reasoning_task.py. The reward is the score of the first response without a call, and CALL if the
-first response is a call that has a result: a small model seldom calls a tool by itself.
+Rows are those of reasoning_task.py. The reward is the score of the first response without a call, and CALL for
+a call with the right result, because a small model seldom calls a tool by itself. A call pays once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from reasoning_task import score
 from swift.rollout.gym_env import Env, envs
 
-HINT = "First write the calculation as calc(...), for example calc(17 + 25). You will get its result."
+HINT = "Write calc(...) with the calculation in the parentheses."
 CALL = 0.2
 
 
@@ -32,7 +32,8 @@ class Calculator(Env):
         call = re.search(r"calc\((.*)\)", text)
         if call:
             result = calculate(call[1])
-            reward, self._earns = (0.0 if result.startswith("unknown") else self._earns), 0.0
+            reward = self._earns if score(result, self._problem) >= 1 else 0.0
+            self._earns -= reward
             return f"The result is {result}. Answer with the number only.", reward, False, {}
         return "", score(text, self._problem), True, {}
 

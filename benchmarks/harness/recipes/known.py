@@ -13,7 +13,7 @@ class Recipe:
     title: str
     task: str  # in words
     goal: str  # one or two sentences
-    flags: str  # its own, beside those of every recipe
+    flags: str  # its own, in addition to those of every recipe
     gpus: int = 1
     merged: bool = False  # the adapter is also saved merged
     environment: bool = False  # several turns, with the calculator

@@ -113,7 +113,7 @@ def page(recipe: Recipe, run: Run, runs: Mapping[str, Run]) -> str:
         f"## Completions before and after\n\nGreedy, of held-out problems: one that was learned and one that was not, "
         f"if there are both.\n\n{_completions(served)}",
         _serving(recipe, run),
-        "## Settings\n\nFlags of this recipe, beside those of all in [recipe.sh](../../templates/recipe.sh):\n\n"
+        "## Settings\n\nFlags of this recipe; [recipe.sh](../../templates/recipe.sh) has those of all:\n\n"
         f"```\n{recipe.flags}\n```\n\n{_values('Values', settings)}\n\n{_values('Versions', run['versions'])}\n",
     ]
     return "\n".join(sections)
@@ -177,7 +177,7 @@ def _serving(recipe: Recipe, run: Run) -> str:
     text = "The checkpoint is a whole model, so there is nothing to merge:"
     if recipe.merged:
         text = (
-            "`--merge_lora true` saves the merged model beside the adapter. [lora.md](../lora.md) merges later, or "
+            "`--merge_lora true` saves the merged model next to the adapter. [lora.md](../lora.md) merges later, or "
             "serves the adapter itself:"
         )
         folder += "-merged"
@@ -215,6 +215,6 @@ where times are a first guess. They assume completions of half the maximal lengt
 
 `data.jsonl` has one JSON object per line with `messages`, `solution` and, for images, `images`:
 [datasets_and_rewards.md](../datasets_and_rewards.md). Rewards are ms-swift's `accuracy`, which needs
-`pip install ".[math]"`. Before you rent GPUs, check a command with your own data: add `--check true --check_gpu
-H100-80G`.
+`pip install ".[math]"`. Before you rent GPUs, check a command with your own data: append
+`--check true --check_gpu H100-80G`.
 """

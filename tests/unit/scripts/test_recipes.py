@@ -98,10 +98,11 @@ def test_the_calculator_is_called_and_the_answer_scored(rows: dict[str, list[dic
     assert end == ("", 1.0, True)
 
 
-def test_only_the_first_call_with_a_result_earns_anything(rows: dict[str, list[dict[str, Any]]]) -> None:
+def test_a_call_with_the_right_result_pays_once(rows: dict[str, list[dict[str, Any]]]) -> None:
     problem = rows["train"][0]["problem"]
-    rewards = [reward for _, reward, _ in conversation(problem, "calc(1 + 1)", "calc(2 + 2)", "nothing")]
-    assert rewards == [0.0, 0.2, 0.0, 0.0]
+    right = f"calc({json.loads(problem)['metadata']['expression']})"
+    rewards = [reward for _, reward, _ in conversation(problem, "calc(1e9)", "calc(1 / 7)", right, right, "nothing")]
+    assert rewards == [0.0, 0.0, 0.0, 0.2, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("text", ["9**9**9", "1/0", "(1", "open('x')", "1(2)", "1e9", "9" * 81, ""])
