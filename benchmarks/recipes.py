@@ -1,13 +1,15 @@
 """Run the recipes of templates/recipe.sh, and write their pages.
 
     python -m benchmarks.recipes run --recipe full --model MODEL --work WORK --out OUT [-- FLAG...]
+    python -m benchmarks.recipes try --task spelling --model MODEL --work WORK --out OUT [-- FLAG...]
     python -m benchmarks.recipes plan --out OUT
     python -m benchmarks.recipes report
 
 MODEL is the folder that `swift-megatron-grpo get-model smollm2 MODEL` writes, and OUT is benchmarks/h200/parts. `run`
 trains with one recipe, answers the held-out problems with plain vLLM on the weights that it saves, and writes
-OUT/recipe-NAME.json. `plan` writes what `--check true` plans for larger models, which needs no GPU. `report` writes
-docs/recipes from the files of all folders. benchmarks/recipes_chain.sh runs all recipes on GPUs.
+OUT/recipe-NAME.json. `try` does the same with another task, and writes OUT/recipe-try-TASK.json. `plan` writes what
+`--check true` plans for larger models, which needs no GPU. `report` writes docs/recipes from the files of all folders.
+benchmarks/recipes_chain.sh runs all of it on GPUs.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from typing import Any
 from benchmarks.bench import PACKAGES, machine, revision
 from benchmarks.harness.paths import REPOSITORY
 from benchmarks.harness.processes import exit_at_sigterm, kill
-from benchmarks.harness.recipes.known import RECIPES, Recipe
+from benchmarks.harness.recipes.known import RECIPES, TRIED_WITH, TRIES, Recipe
 from benchmarks.harness.recipes.page import write_pages
 from benchmarks.harness.recipes.plans import write_plans
 from benchmarks.harness.recipes.runs import last_weights, logged, read_rows, write_programs
@@ -37,16 +39,28 @@ TEMPLATE = REPOSITORY / "templates" / "recipe.sh"
 PLUGINS = [str(REPOSITORY / "templates" / "plugins" / name) for name in ("reasoning_task.py", "calculator.py")]
 
 
-def run(args: argparse.Namespace) -> int:
+def run_recipe(args: argparse.Namespace) -> int:
+    return run(args, RECIPES[args.recipe], args.recipe)
+
+
+def try_task(args: argparse.Namespace) -> int:
+    """Write the problems of another task where the recipe would write its own, and run it."""
+    folder = args.work / f"try-{args.task}"
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run([sys.executable, PLUGINS[0], folder, *TRIES[args.task]], check=True)
+    return run(args, RECIPES[TRIED_WITH], folder.name)
+
+
+def run(args: argparse.Namespace, recipe: Recipe, name: str) -> int:
     """Train, answer with the saved weights, write the result and remove the weights."""
     exit_at_sigterm()
-    recipe, folder, result = RECIPES[args.recipe], args.work / args.recipe, args.out / f"recipe-{args.recipe}.json"
+    folder, result = args.work / name, args.out / f"recipe-{name}.json"
     args.out.mkdir(parents=True, exist_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "model").exists():
         (folder / "model").symlink_to(args.model)
     began = time.monotonic()
-    code = finish([str(TEMPLATE), recipe.name, str(folder), *args.flags], args.work, recipe, args.limit)
+    code = finish([str(TEMPLATE), recipe.name, str(folder), *args.flags], folder, args.limit)
     seconds = round(time.monotonic() - began, 1)
     gpus, (device, versions) = recipe.gpus * has_gpu(), machine(revision(), PACKAGES)
     solutions = Counter(row["solution"] for row in read_rows(folder / "held_out.jsonl"))
@@ -71,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         result.write_text(json.dumps(measured) + "\n")
         for saved in (folder / "output").glob("checkpoint-*"):
             shutil.rmtree(saved)
-    print(f"recipes: {recipe.name}: exit code {code}, {len(measured['reward'])} steps in {seconds} s; {result}")
+    print(f"recipes: {name}: exit code {code}, {len(measured['reward'])} steps in {seconds} s; {result}")
     return 0 if measured["served"] else 1
 
 
@@ -81,11 +95,11 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def finish(command: Sequence[str], work: Path, recipe: Recipe, limit: float) -> int | None:
+def finish(command: Sequence[str], folder: Path, limit: float) -> int | None:
     """Run a recipe and return its exit code, or None if it was ended at the limit."""
-    environment = environment_of(work)
+    environment = environment_of(folder)
     environment["SERVER"] = f"http://127.0.0.1:{random.randint(20000, 32000)}"
-    with (work / f"{recipe.name}.txt").open("wb") as file:
+    with folder.with_suffix(".txt").open("wb") as file:
         process = subprocess.Popen(command, env=environment, cwd=REPOSITORY, stdout=file, stderr=subprocess.STDOUT,
                                    start_new_session=True)  # fmt: skip
     try:
@@ -98,7 +112,7 @@ def finish(command: Sequence[str], work: Path, recipe: Recipe, limit: float) -> 
 
 def serve(recipe: Recipe, weights: Path, folder: Path, args: argparse.Namespace, settings: dict[str, Any]) -> Any:
     """Return what plain vLLM measures with the saved weights and those before training; None if it fails."""
-    file = args.work / f"{recipe.name}-served.json"
+    file = folder / "served.json"
     dtype = str(settings["torch_dtype"]).removeprefix("torch.")
     command = [sys.executable, "-m", "benchmarks.harness.recipes.served", str(weights), str(args.model), "--rows",
                str(folder / "held_out.jsonl"), "--reward", "accuracy" if recipe.name == "boxed" else "reasoning_task",
@@ -107,13 +121,13 @@ def serve(recipe: Recipe, weights: Path, folder: Path, args: argparse.Namespace,
     command += ["--environment", "calculator"] if recipe.environment else []
     command += ["--problems", str(args.problems)] if args.problems else []
     with file.with_suffix(".txt").open("wb") as log:
-        code = subprocess.run(command, env=environment_of(args.work), cwd=REPOSITORY, stdout=log,
+        code = subprocess.run(command, env=environment_of(folder), cwd=REPOSITORY, stdout=log,
                               stderr=subprocess.STDOUT).returncode  # fmt: skip
     return json.loads(file.read_text()) if code == 0 else None
 
 
-def environment_of(work: Path) -> dict[str, str]:
-    programs = write_programs(work / "programs")
+def environment_of(folder: Path) -> dict[str, str]:
+    programs = write_programs(folder / "programs")
     return {
         **os.environ,
         "PATH": os.pathsep.join([str(programs), os.environ["PATH"]]),
@@ -130,18 +144,21 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     commands.add_parser("report", help="write the pages").set_defaults(call=lambda _: write_pages(REPOSITORY))
     plan = commands.add_parser("plan", help="plan larger models")
     plan.set_defaults(call=lambda args: write_plans(args.out))
-    command = commands.add_parser("run", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    command.set_defaults(call=run)
-    command.add_argument("--recipe", choices=RECIPES, required=True)
-    command.add_argument("--model", type=Path, required=True, help="folder of the model before training")
-    command.add_argument("--work", type=Path, required=True, help="folder for the data and the outputs of runs")
-    command.add_argument("--limit", type=float, default=1500, help="seconds after which the training is ended")
-    command.add_argument(
-        "--problems", type=int, help="held-out problems that the saved weights answer; all if not given"
-    )
-    command.add_argument("flags", nargs="*", help="flags of the trainer that override those of the recipe")
-    for one in (plan, command):
-        one.add_argument("--out", type=Path, required=True, help="folder for results")
+    for name, call, option, choices in (
+        ("run", run_recipe, "--recipe", RECIPES),
+        ("try", try_task, "--task", TRIES),
+    ):
+        command = commands.add_parser(name, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        command.set_defaults(call=call)
+        add = command.add_argument
+        add(option, choices=choices, required=True)
+        add("--model", type=Path, required=True, help="folder of the model before training")
+        add("--work", type=Path, required=True, help="folder for the data and the outputs of runs")
+        add("--out", type=Path, required=True, help="folder for results")
+        add("--limit", type=float, default=1500, help="seconds after which the training is ended")
+        add("--problems", type=int, help="held-out problems that the saved weights answer; all if not given")
+        add("flags", nargs="*", help="flags of the trainer that override those of the recipe")
+    plan.add_argument("--out", type=Path, required=True, help="folder for results")
     args = parser.parse_args(arguments)
     for name in {"model", "work", "out"} & set(vars(args)):
         setattr(args, name, getattr(args, name).resolve())

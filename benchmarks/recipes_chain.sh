@@ -5,8 +5,10 @@
 # MODEL: folder of SmolLM2; WORK: data and logs; OUT: results, and those of earlier sessions; FLAG: of the trainer, that
 # overrides those of all recipes.
 #   GPUS="0 1"    GPUs (default: all), or cpu for a dry run
-#   ITEMS="..."   RECIPE:SECONDS of each recipe, SECONDS with start and served weights (default: all, these estimates)
-#   PAIRS="..."   the same for recipes that need two GPUs
+#   ITEMS="..."   RECIPE:SECONDS or try-TASK:SECONDS, SECONDS with start and served weights (default: all, in the order
+#                 of their worth)
+#   PAIRS="..."   the same for recipes that need two GPUs, which begin when the ITEMS have ended
+#   RESERVE=N     seconds to keep for PAIRS
 set -euo pipefail
 model=$1 work=$(mkdir -p "$2" && cd "$2" && pwd) out=$(mkdir -p "$3" && cd "$3" && pwd) end=$((SECONDS + $4))
 shift 4
@@ -33,18 +35,25 @@ next() {
 
 # lane CORES: work through the queue
 lane() {
-    local recipe seconds limit status
+    local recipe seconds limit status command
     while read -r recipe seconds < <(next); do
         limit=$((end - SECONDS - 50)) status=0 # 50: to serve the weights
         [ "$limit" -lt $((seconds * 3 / 2)) ] || limit=$((seconds * 3 / 2)) # one that hangs
-        taskset -c "$1" "${recipes[@]}" run --recipe "$recipe" --model "$model" --work "$work" --out "$out" \
+        case $recipe in
+        try-*) command=(try --task "${recipe#try-}") ;;
+        *) command=(run --recipe "$recipe") ;;
+        esac
+        taskset -c "$1" "${recipes[@]}" "${command[@]}" --model "$model" --work "$work" --out "$out" \
             --limit "$limit" ${PROBLEMS:+--problems "$PROBLEMS"} -- "${flags[@]}" || status=$?
         echo "recipes_chain: $recipe: exit code $status, $((end - SECONDS)) s left"
     done
 }
 
 # 200 steps of 0.5 to 0.8 s, 60 s for the start, 5 evaluations and 40 s for the served weights.
-tr ' :' '\n ' <<< "${ITEMS-tool:330 full:240 dynamic:330 lora:240 boxed:240 fp8:260}" > "$queue"
+default="tool:330 full:240 boxed:240 dynamic:330 lora:240 fp8:260"
+for task in equations spelling products ransom letters isomorphic syllogism; do default+=" try-$task:240"; done
+tr ' :' '\n ' <<< "${ITEMS-$default}" > "$queue"
+end=$((end - ${RESERVE:-300}))
 for place in "${!gpus[@]}"; do
     (
         [ "${gpus[place]}" = cpu ] || export CUDA_VISIBLE_DEVICES=${gpus[place]}
@@ -52,6 +61,7 @@ for place in "${!gpus[@]}"; do
     ) &
 done
 wait
+end=$((end + ${RESERVE:-300}))
 tr ' :' '\n ' <<< "${PAIRS-servers:260}" > "$queue"
 if [ "${#gpus[@]}" -ge 2 ]; then
     export SERVER_GPUS=${gpus[0]} TRAIN_GPUS=${gpus[1]}

@@ -17,7 +17,6 @@ flags=(--reward_funcs reasoning_task --external_plugins "$here/plugins/reasoning
 case $recipe in
 full) ;; # all weights
 lora)    # an adapter
-    task=(spell_backward '{"min_word_len": 3, "max_word_len": 4}' "Answer with one word.")
     template=dense_colocate_lora.sh
     flags+=(--lora_rank 16 --lora_alpha 32 --lr 2e-4 --beta 0)
     ;;

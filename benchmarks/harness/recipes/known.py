@@ -33,11 +33,11 @@ RECIPES = {
         Recipe(
             "lora",
             "An adapter",
-            "short words, spelled backward",
-            "The model learns to spell words of three or four letters backward. The score of the task counts letters "
-            "that are in the right place.",
+            SUMS,
+            "The same task as that of `full`, with an adapter of rank 16 and a learning rate that is 20 times as high.",
             "--tuner_type lora --lora_rank 16 --lora_alpha 32 --lr 2e-4 --beta 0 --merge_lora true",
             merged=True,
+            compared="full",
         ),
         Recipe(
             "servers",
@@ -82,3 +82,16 @@ RECIPES = {
         ),
     )
 }
+
+NUMBER, WORD = "Answer with the number only.", "Answer with one word."
+# Tasks to try with the recipe `lora`: name in reasoning_gym, settings, and what follows the question.
+TRIES: dict[str, tuple[str, str, str]] = {
+    "spelling": ("spell_backward", '{"min_word_len": 3, "max_word_len": 4}', WORD),
+    "equations": ("simple_equations", '{"min_terms": 2, "max_terms": 2, "min_value": 1, "max_value": 20}', NUMBER),
+    "products": ("products", '{"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}', NUMBER),
+    "letters": ("letter_counting", '{"min_words": 1, "max_words": 3}', NUMBER),
+    "ransom": ("ransom_note", "{}", WORD),
+    "isomorphic": ("isomorphic_strings", '{"min_string_length": 2, "max_string_length": 4}', WORD),
+    "syllogism": ("syllogism", "{}", WORD),
+}
+TRIED_WITH = "lora"

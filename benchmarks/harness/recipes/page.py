@@ -13,7 +13,7 @@ from benchmarks.harness.learning.bands import WINDOW, accuracies, rewards
 from benchmarks.harness.learning.curves import draw
 from benchmarks.harness.markdown import table
 
-from .known import RECIPES, Recipe
+from .known import RECIPES, TRIED_WITH, TRIES, Recipe
 from .plans import FILE, STEPS
 
 FOLDER, INDEX, LARGE_PAGE = Path("docs/recipes"), "index.md", "large.md"
@@ -56,14 +56,17 @@ def write_pages(repository: Path) -> int:
 
 def of_repository(repository: Path) -> dict[str, str]:
     """Return the pages and charts by their names in docs/recipes."""
-    files = [file for file in sorted(repository.glob(FILES)) if file.name != FILE]
-    runs = {run["recipe"]: run for file in files if is_complete(run := json.loads(file.read_text()))}
-    plans = [json.loads(file.read_text()) for file in sorted(repository.glob(f"benchmarks/*/parts/{FILE}"))]
-    return pages(runs, plans[0] if plans else [])
+    read = {file.stem: json.loads(file.read_text()) for file in sorted(repository.glob(FILES))}
+    plans = read.pop(Path(FILE).stem, [])
+    complete = {name.removeprefix("recipe-"): run for name, run in read.items() if is_complete(run)}
+    tried = {name.removeprefix("try-"): run for name, run in complete.items() if name.startswith("try-")}
+    return pages({name: run for name, run in complete.items() if name in RECIPES}, plans, tried)
 
 
-def pages(runs: Mapping[str, Run], plans: Sequence[dict[str, Any]]) -> dict[str, str]:
-    written = {INDEX: _index(runs, plans)}
+def pages(
+    runs: Mapping[str, Run], plans: Sequence[dict[str, Any]], tried: Mapping[str, Run] | None = None
+) -> dict[str, str]:
+    written = {INDEX: _index(runs, plans) + _tried(tried or {})}
     if plans:
         written[LARGE_PAGE] = _large(plans)
     for name, run in runs.items():
@@ -88,6 +91,27 @@ def _index(runs: Mapping[str, Run], plans: Sequence[dict[str, Any]]) -> str:
     }
     text = INTRODUCTION + table(columns, RECIPES.values())
     return text + (f"\nLarger models: [commands that were not run here]({LARGE_PAGE}).\n" if plans else "")
+
+
+def _tried(runs: Mapping[str, Run]) -> str:
+    """Return the table of other tasks, whether they were learned or not."""
+    if not runs:
+        return ""
+    columns: dict[str, Callable[[str], str]] = {
+        "task": lambda name: f"`{TRIES[name][0]}`",
+        "settings": lambda name: f"`{TRIES[name][1]}`",
+        "steps": lambda name: str(len(runs[name]["reward"])),
+        f"reward, first {WINDOW} steps": lambda name: _mean(runs[name]["reward"][:WINDOW], ".3f"),
+        f"last {WINDOW} steps": lambda name: _mean(runs[name]["reward"][-WINDOW:], ".3f"),
+        "accuracy before": lambda name: f"{runs[name]['held_out'][0]['accuracy']:.1%}",
+        "after": lambda name: f"{runs[name]['held_out'][-1]['accuracy']:.1%}",
+        "most frequent solution": lambda name: f"{runs[name]['constant']:.1%}",
+        "groups of equal rewards at the end": lambda name: _mean(runs[name]["uniform"][-WINDOW:], ".0%"),
+    }
+    return (
+        f"\n## Other tasks\n\nTried with the flags of `{TRIED_WITH}`, one seed each. An accuracy near that of the most "
+        f"frequent solution shows\nthat the model has learned the format, and little else.\n\n{table(columns, runs)}"
+    )
 
 
 def _hardware(run: Run) -> str:

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.harness.recipes import page, plans
-from benchmarks.harness.recipes.known import RECIPES
+from benchmarks.harness.recipes.known import RECIPES, TRIES
 from benchmarks.harness.recipes.runs import last_weights, logged, write_programs
 from benchmarks.harness.recipes.served import compared, in_turns
 from benchmarks.recipes import parse
@@ -68,6 +68,25 @@ def test_a_run_that_did_not_end_has_no_page(changed: dict[str, Any], tmp_path: P
     assert list(page.of_repository(tmp_path)) == ["index.md"]
     (folder / "recipe-full.json").write_text(json.dumps(run_of()))
     assert {"full.md", "full.svg"} < set(page.of_repository(tmp_path))
+
+
+def test_tasks_that_were_tried_are_in_a_table_of_the_index(tmp_path: Path) -> None:
+    folder = tmp_path / "benchmarks" / "h200" / "parts"
+    folder.mkdir(parents=True)
+    (folder / "recipe-try-spelling.json").write_text(json.dumps(run_of("lora")))
+    written = page.of_repository(tmp_path)
+    assert list(written) == ["index.md"] and "| `spell_backward` |" in written["index.md"]
+    assert "| 40 | 0.237 | 0.738 | 7.0% | 31.0% | 2.0% | 75% |" in written["index.md"]
+
+
+@pytest.mark.parametrize("task", TRIES)
+def test_every_task_to_try_makes_problems_that_it_solves(task: str) -> None:
+    pytest.importorskip("reasoning_gym", reason="scripts/setup_venv.sh --recipes installs it")
+    from reasoning_gym import create_dataset, get_score_answer_fn
+
+    name, settings, _ = TRIES[task]
+    for problem in create_dataset(name, size=4, seed=0, **json.loads(settings)):
+        assert get_score_answer_fn(name)(problem["answer"], problem) == 1
 
 
 def test_larger_models_are_marked_as_not_run() -> None:
