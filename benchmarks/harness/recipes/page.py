@@ -206,7 +206,7 @@ def _serving(recipe: Recipe, run: Run) -> str:
         )
         folder += "-merged"
     return (
-        f"## Serve the result\n\n{text}\n\n```bash\nvllm serve {folder}\n```\n\n"
+        f"## Serve the result\n\n{_wrapped(text)}\n\n```bash\nvllm serve {folder}\n```\n\n"
         f"vLLM with this folder and its chat template answers {served['after']:.1%} of {served['problems']} held-out\n"
         f"problems, and {served['before']:.1%} with the weights before training.\n"
     )

@@ -20,7 +20,7 @@ from swift_megatron_grpo.cli.main import COMMANDS, PROGRAM, parser_of
 from swift_megatron_grpo.generation.server.arguments import GRPORolloutArguments
 from tests.paths import REPOSITORY
 
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 MULTI_NODE = REPOSITORY / "docs" / "multi_node.md"
 OF_TORCHRUN = ("NNODES", "NODE_RANK", "NPROC_PER_NODE", "MASTER_ADDR", "MASTER_PORT")
 STARTS = {  # of commands, with their flags

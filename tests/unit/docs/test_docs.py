@@ -17,7 +17,7 @@ BENCHMARKS = sorted((REPOSITORY / "benchmarks").glob("*.md"))
 RESULTS = sorted((REPOSITORY / "benchmarks" / "results").glob("*.md"))
 PAGES = (
     *(REPOSITORY / name for name in ROOT_PAGES),
-    *sorted((REPOSITORY / "docs").glob("*.md")),
+    *sorted((REPOSITORY / "docs").rglob("*.md")),
     *BENCHMARKS,
     *RESULTS,
 )

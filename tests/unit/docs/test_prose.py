@@ -18,7 +18,7 @@ import pytest
 from tests.paths import REPOSITORY
 
 ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "AGENTS.md")
-PAGES = [*(REPOSITORY / name for name in ROOT_PAGES), *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [*(REPOSITORY / name for name in ROOT_PAGES), *sorted((REPOSITORY / "docs").rglob("*.md"))]
 GENERATED = {"flags.md", "limitations.md", "python_api.md", "commands.md"}  # from docstrings and help texts
 WRITTEN = [page for page in PAGES if page.name not in GENERATED]
 MOST_WORDS = 30

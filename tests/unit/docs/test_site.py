@@ -11,7 +11,8 @@ from tests.paths import REPOSITORY
 
 SITE = yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text())
 # index.md is README.md, measurements.md is benchmarks/README.md
-ELSEWHERE = {"CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "index.md", "measurements.md"}
+# recipes/index.md links to the other pages of its folder
+ELSEWHERE = {"CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "index.md", "measurements.md", "recipes/index.md"}
 
 
 def pages(nav: Any) -> Iterator[str]:
