@@ -63,15 +63,11 @@ def find_newest(output_dir: Path, loads_optimizer: bool = True) -> tuple[Checkpo
 
 def _passed_over(newest: Path, older: list[Path]) -> list[str]:
     """Return why higher steps in the folder of the newest checkpoint are skipped: a run was begun again there."""
-    higher = [
-        folder
-        for folder in older
-        if folder.parent == newest.parent and sources.step_of(folder) > sources.step_of(newest)
-    ]
     return [
         f"{folder}: it was saved before {newest.name}, by the times in their manifests; --resume {folder} continues "
         "from it"
-        for folder in higher
+        for folder in older
+        if folder.parent == newest.parent and sources.step_of(folder) > sources.step_of(newest)
     ]
 
 

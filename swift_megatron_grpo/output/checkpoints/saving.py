@@ -124,7 +124,8 @@ class CheckpointWriter:
                 self._last_size = sum(self._write_manifest(folder, pending) for folder in pending.folders)
             self._pending.popleft()
         if finished:
-            _return_freed_memory()
+            # glibc keeps what a save has freed, and takes more for the next one
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
         return finished
 
     def _write_manifest(self, folder: Path, pending: _Pending) -> int:
@@ -229,8 +230,3 @@ def owned_files(sizes: Mapping[str, int], ranks: int, ranks_of_rank_0: int) -> l
     for rank, names in enumerate(deal(others, min(ranks, ranks_of_rank_0))):
         shares[rank].extend(names)
     return shares
-
-
-def _return_freed_memory() -> None:
-    """Return what a save has freed to the system: glibc keeps it, and takes more for the next one."""
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
