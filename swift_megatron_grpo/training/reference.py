@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ REFERENCE_ADAPTER = "ref_adapter"  # ms-swift's name for the adapter of --ref_ad
 _SHARED = {"_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER", "_global_process_group_list"}
 
 
+@dataclass(frozen=True, slots=True)
 class Reference:
     """A frozen policy: a second model that is never trained, or the trained one with its adapter off or exchanged.
 
@@ -32,21 +34,15 @@ class Reference:
     its own layout than it trains, so that results are gathered.
     """
 
-    def __init__(
-        self,
-        passes: Passes,
-        active: Callable[[], AbstractContextManager[None]] = nullcontext,
-        coordinator: Coordinator | None = None,
-    ) -> None:
-        self._passes = passes
-        self._active = active
-        self._coordinator = coordinator
+    passes: Passes
+    active: Callable[[], AbstractContextManager[None]] = nullcontext
+    coordinator: Coordinator | None = None
 
     def infer(self, samples: Sequence[Sample]) -> dict[int, TokenValues]:
         """Compute log-probs by sample index, at least for the samples that this rank trains on."""
-        with self._active():
-            values = self._passes.infer(samples)
-        return values if self._coordinator is None else self._coordinator.gather_samples(values, self._passes.parallel)
+        with self.active():
+            values = self.passes.infer(samples)
+        return values if self.coordinator is None else self.coordinator.gather_samples(values, self.passes.parallel)
 
 
 @contextmanager
