@@ -27,11 +27,6 @@ GIB = 2**30
 TRAINING_MARGIN = 2 * GIB
 
 
-def free_device_memory() -> int:
-    """Return the free memory that the driver reports, shared by every process on this GPU."""
-    return torch.cuda.mem_get_info()[0]
-
-
 class Residency:
     """Offloads and reloads the groups of storages of one rank."""
 
@@ -42,7 +37,7 @@ class Residency:
         frozen: Sequence[torch.nn.Module],  # of the reference policy
         optimizer: MegatronOptimizer,
         log: Callable[[str], None],  # called when a decision changes
-        free_memory: Callable[[], int] = free_device_memory,
+        free_memory: Callable[[], int] = lambda: torch.cuda.mem_get_info()[0],  # the driver's, of all processes
     ) -> None:
         stream = torch.cuda.Stream()
         self._models = models

@@ -25,7 +25,6 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
-from mcore_bridge import LoraParallelLinear
 from megatron.core import mpu
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from peft.tuners.lora import model as peft_model
@@ -46,7 +45,10 @@ def adapter_settings_applied() -> Iterator[None]:
         settings = {name: getattr(config, name) for name in names}
         module = dispatch(target, adapter_name, config=config, **settings, **options)
         if module is not None and config.lora_dropout > 0:
-            module.lora_dropout[adapter_name] = AdapterDropout(config.lora_dropout, _state_of(module))
+            # its input is replicated on all tensor-parallel ranks, or sharded
+            sharded = module.is_parallel_a or module.is_expert or module.config.sequence_parallel
+            state = _SHARDED if sharded else _REPLICATED
+            module.lora_dropout[adapter_name] = AdapterDropout(config.lora_dropout, state)
         return module
 
     with replaced(peft_model, "dispatch_megatron", dispatch_with_settings):
@@ -81,9 +83,3 @@ def seed_adapter_dropout(seed: int, step: int) -> None:
         tracker.states_.pop(state, None)
         tracker.seeds_.discard(int.from_bytes(digest))
         tracker.add(state, int.from_bytes(digest))
-
-
-def _state_of(module: LoraParallelLinear) -> str:
-    """Return the state for this layer's input: replicated on all tensor-parallel ranks, or sharded."""
-    sharded = module.is_parallel_a or module.is_expert or module.config.sequence_parallel
-    return _SHARDED if sharded else _REPLICATED
