@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import runpy
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from swift_megatron_grpo import SWITCH
-from swift_megatron_grpo.plugin import command_line
+from swift_megatron_grpo.plugin import command_line, rank
 
-_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
 _SERVER_MODULE = "swift_megatron_grpo.generation.server"
 _COMMAND_MODULE = "swift_megatron_grpo.cli"
-_LINEAR = re.compile("linear|delta|hybrid|mamba|gla|kda|rwkv", re.IGNORECASE)  # in the config of a model that uses fla
-_OTHER_MODELS = ("reward_model", "teacher_model")  # flags
 _GRPO_IN_YAML = re.compile(r"""^rlhf_type:\s*['"]?grpo\b""", re.MULTILINE)
 
 
@@ -54,13 +49,11 @@ def activate(argv: list[str], orig_argv: Sequence[str], environ: MutableMapping[
         if environ.get("RANK", "0") != "0":
             raise SystemExit(0)
         _replace_process(_COMMAND_MODULE, ["check", *argv[1:]], orig_argv)
-    hook_platform()
     if is_trained_here:
-        from swift_megatron_grpo.plugin.register import register
-
-        end_with_torchrun(environ)
-        leave_out_linear_attention(argv)
-        register()
+        rank.end_with_torchrun(environ)
+        rank.prepare(argv)
+    else:
+        rank.hook_platform()
 
 
 def _prepare_launch(process: str, argv: Sequence[str], orig_argv: Sequence[str]) -> None:
@@ -90,43 +83,6 @@ def _refuse_ray(argv: Sequence[str], orig_argv: Sequence[str]) -> None:
             f"NPROC_PER_NODE=GPUS, --vllm_mode colocate and the flags of all roles, or set {SWITCH}=off to run "
             "ms-swift's own trainer"
         )
-
-
-def end_with_torchrun(environ: Mapping[str, str]) -> None:
-    """Stop this rank when torchrun is killed, and end it at Ctrl-C, without a traceback, before it trains."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if "TORCHELASTIC_RUN_ID" in environ:
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
-
-
-def leave_out_linear_attention(args: Sequence[str]) -> None:
-    """Hide flash-linear-attention from a rank whose model, in a local folder, cannot use it.
-
-    ms-swift, mcore-bridge and Megatron import it whatever the model is, which takes six seconds on an H200.
-    """
-    config = Path(command_line.parse_flag(args, "model") or os.devnull, "config.json")
-    others = any(command_line.parse_flag(args, flag) for flag in _OTHER_MODELS)
-    if not others and config.is_file() and not _LINEAR.search(config.read_text(encoding="utf-8")):
-        modules: dict[str, Any] = sys.modules
-        modules["fla"] = None  # importing it raises ImportError, as if it were not installed
-
-
-def hook_platform() -> None:
-    """Activate the CPU platform, where there is no accelerator, before the first import that needs CUDA."""
-    from swift_megatron_grpo.runtime.import_hooks import before_import
-
-    for name in ("mcore_bridge", "megatron.core"):  # whichever comes first
-        before_import(name, _activate_platform)
-
-
-def _activate_platform() -> None:
-    import torch
-
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or accelerator.type == "mps":  # Megatron has no Metal backend
-        from swift_megatron_grpo.platforms.cpu import activate
-
-        activate()
 
 
 def _replace_process(module: str, args: Sequence[str], orig_argv: Sequence[str]) -> None:

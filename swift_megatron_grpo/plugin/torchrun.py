@@ -3,11 +3,14 @@
 torchrun's own handler raises an exception at SIGTERM and SIGINT, signals the ranks, waits 30 s, and ends with a
 traceback. Here the handler only passes the signal on, and torchrun ends when its ranks have, with their exit code. If a
 rank fails, torchrun ends the others with SIGTERM, which would ask them to stop and save: they are killed instead. The
-message of ranks that refuse a run is the last thing that is printed (runtime/refusals.py).
+message of ranks that refuse a run is the last thing that is printed (runtime/refusals.py). On a machine without a GPU,
+the ranks are forks of torchrun, which imports for all of them.
 """
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import signal
 import sys
@@ -15,8 +18,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
+from swift_megatron_grpo.plugin import command_line, rank
 from swift_megatron_grpo.plugin.command_line import parse_flag
 from swift_megatron_grpo.runtime.import_hooks import after_import
 from swift_megatron_grpo.runtime.refusals import expect_refusals, take_refusals
@@ -26,6 +30,7 @@ _REPORT_SECONDS = 15.0  # after the grace, for the watchdog of a stuck rank to w
 _SECOND_SIGNAL_SECONDS = 5.0  # for ranks to end at a second signal
 _EXIT_SECONDS = 30.0  # between the exit of the first rank and that of the last
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_NOTHING_SAVED = "{} ended the run before its first step; nothing was saved"
 _STOPPED = {128 + number for number in _SIGNALS}  # exit codes of a rank that has stopped
 
 
@@ -34,15 +39,18 @@ def hook_torchrun(args: list[str]) -> None:
     with suppress(TypeError, ValueError):  # the ranks refuse other values, with a message
         grace = float(parse_flag(args, "stop_grace") or "")
     refusals = expect_refusals(os.environ)
-    after_import("torch.distributed.elastic.multiprocessing.api", lambda api: _patch(api, grace, refusals))
+    after_import("torch.distributed.elastic.multiprocessing.api", lambda api: _patch(api, args, grace, refusals))
 
 
-def _patch(api: ModuleType, grace: float, refusals: Path) -> None:
+def _patch(api: ModuleType, args: list[str], grace: float, refusals: Path) -> None:
     context = api.PContext
     stock_start, stock_wait, stock_close = context.start, context.wait, context.close
 
     def start(self: Any) -> None:
+        if sys.platform == "linux" and not rank.has_accelerator():  # elsewhere libraries do not survive a fork
+            _fork_ranks(api.SubprocessHandler, args)
         stock_start(self)
+        gc.unfreeze()  # or Python would report at its exit, as leaks, what was frozen for forks
         self.stop = StopOfRanks(self, grace, refusals)
 
     def wait(self: Any, timeout: float = -1, period: float = 1) -> Any:
@@ -54,6 +62,36 @@ def _patch(api: ModuleType, grace: float, refusals: Path) -> None:
         stock_close(self, death_sig or signal.SIGKILL, timeout)
 
     context.start, context.wait, context.close = start, wait, close
+
+
+def _fork_ranks(handler: Any, args: list[str]) -> None:
+    """Import in this process what ranks with these arguments import, and make torchrun's handler fork them."""
+    from swift_megatron_grpo.platforms.cpu import forks
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        _print(_NOTHING_SAVED.format(signal.Signals(number).name))
+        os._exit(128 + number)
+
+    for number in _SIGNALS:
+        signal.signal(number, end)
+    rank.import_for_forks(args)
+    stock_popen = handler._popen
+
+    def popen(self: Any, command: tuple[str, ...], environment: dict[str, str]) -> Any:
+        first, option, _ = command_line.program_of(command)
+        argv = command[first:]
+        if option or command_line.classify(argv, command) != command_line.RANK or command_line.asks_for_check(argv):
+            return stock_popen(self, command, environment)
+
+        def begin() -> None:
+            for file, descriptor in ((self._stdout, 1), (self._stderr, 2)):
+                if file is not None:
+                    os.dup2(file.fileno(), descriptor)
+            rank.end_with_torchrun(environment)
+
+        return forks.run_in_fork(argv, environment, begin)
+
+    handler._popen = popen
 
 
 class StopOfRanks:
@@ -83,7 +121,7 @@ class StopOfRanks:
         if message is not None:
             self._end_others(0)
             _print(message)
-            raise SystemExit(1)
+            _exit(1)
 
     def exit_if_stopped(self) -> None:
         """Raise SystemExit once a rank has stopped at a signal, or has not stopped in time."""
@@ -92,11 +130,11 @@ class StopOfRanks:
         died = self._signal is not None and any(code == -self._signal for code in codes.values())
         if stopped:
             self._end_others(_EXIT_SECONDS)
-            raise SystemExit(stopped[0])
+            _exit(stopped[0])
         if self._signal is not None and died:
             self._end_others(_SECOND_SIGNAL_SECONDS)
-            _print(f"{self._signal.name} ended the run before its first step; nothing was saved")
-            raise SystemExit(128 + self._signal)
+            _print(_NOTHING_SAVED.format(self._signal.name))
+            _exit(128 + self._signal)
         if self._signal is not None and time.monotonic() > self._deadline:
             alive = [rank for rank, code in codes.items() if code is None]
             self._end_others(0)
@@ -104,7 +142,7 @@ class StopOfRanks:
                 f"local ranks {', '.join(map(str, alive))} did not stop in time after {self._signal.name} and were "
                 f"killed; the steps since the last checkpoint are lost (--stop_grace {self._grace:g})"
             )
-            raise SystemExit(128 + self._signal)
+            _exit(128 + self._signal)
 
     def _end_others(self, seconds: float) -> None:
         """Wait for all ranks to exit, then kill what is left of them and of the processes that they started."""
@@ -115,6 +153,18 @@ class StopOfRanks:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)  # each rank leads a process group
             process.wait()
+
+
+def _exit(code: int) -> NoReturn:
+    """Exit, without Python's teardown of what was imported for the ranks: it would print what compiled modules leak."""
+    atexit.register(end_at_once, code)
+    raise SystemExit(code)
+
+
+def end_at_once(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _print(line: str) -> None:

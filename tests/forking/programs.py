@@ -276,6 +276,15 @@ def run_python(arguments: list[str]) -> None:
         runpy.run_path(first, run_name="__main__")
 
 
+def run_torchrun(arguments: list[str]) -> None:
+    """Run torchrun as a command of a user, in a fork of the kind "trainer", which has imported for its ranks."""
+    from swift_megatron_grpo.plugin import rank, torchrun
+
+    rank.import_for_forks = lambda args: None
+    torchrun.end_at_once = lambda code: None  # the server reports the code
+    run_python(arguments)
+
+
 def run_code(arguments: list[str]) -> None:
     """Run `python -c CODE ARGUMENTS`."""
     sys.argv = ["-c", *arguments[1:]]
@@ -310,6 +319,7 @@ PROGRAMS: dict[str, Callable[[list[str]], Any]] = {
     "tasks": run_tasks,
     "script": run_script,
     "python": run_python,
+    "torchrun": run_torchrun,
     "code": run_code,
     "worker": run_worker,
     "server": run_server,

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from swift_megatron_grpo.plugin.activation import hook_platform
+    from swift_megatron_grpo.plugin.rank import hook_platform
 
     hook_platform()
     os.environ.setdefault("LOG_LEVEL", "ERROR")  # of ms-swift, which prints all arguments

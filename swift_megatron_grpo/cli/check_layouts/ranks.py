@@ -154,7 +154,7 @@ def make_batches(kinds: Sequence[str], engine: Any, vocab_size: int, one_prompt:
 
 
 if __name__ == "__main__":  # in a process that torchrun has started
-    from swift_megatron_grpo.plugin.activation import hook_platform
+    from swift_megatron_grpo.plugin.rank import hook_platform
     from swift_megatron_grpo.plugin.register import register
 
     hook_platform()

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from swift_megatron_grpo.plugin.activation import hook_platform
+    from swift_megatron_grpo.plugin.rank import hook_platform
 
     if not options.script.is_file():
         raise Refused(f"{options.script} is not a file")

@@ -15,6 +15,7 @@ transformer_engine/  Transformer Engine's API in plain PyTorch
 linear_attention/    flash-linear-attention's API, and vLLM's linear attention, in plain PyTorch
 routed_experts.py    the experts that vLLM's routers choose, from its first model runner
 fixes.py             fixes of upstream code that fails without a GPU
+forks.py             ranks that are forks of torchrun, which imports for all of them
 torchvision_operators.py  makes torchvision importable, in every process with a CPU build of torch
 """
 

@@ -20,6 +20,13 @@ from tests.paths import REPOSITORY
 
 GRPO = ["rlhf", "--rlhf_type", "grpo"]
 KEY = "k-3 9"
+RUN_AS_ON_A_GPU = """
+import sys
+from swift_megatron_grpo.plugin import rank
+from tests.forking.programs import run_python
+rank.has_accelerator = lambda: True
+run_python(sys.argv[1:])
+"""
 
 
 @pytest.mark.parametrize(
@@ -78,16 +85,17 @@ def test_the_line_that_the_launcher_prints_has_no_key(tmp_path: Path, in_file: b
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 @pytest.mark.parametrize("in_environment", [False, True])
 def test_a_key_in_a_yaml_file_stays_in_command_lines(tmp_path: Path, in_environment: bool) -> None:
-    """In the file's section `env` it does not.
+    """In the file's section `env` it does not, as docs/security.md advises.
 
-    docs/security.md advises the section.
+    Ranks are processes, as on a GPU, and no forks, which have no command line of their own.
     """
     config = tmp_path / "run.yaml"
     key = f"ENV:\n  SWIFT_ROLLOUT_API_KEY: {KEY}\n" if in_environment else f"vllm_server_api_key: {KEY}\n"
     config.write_text(f"rlhf_type: grpo\nmodel: none\n{key}")
     command = [str(Path(sys.executable).with_name("megatron")), "rlhf", str(config)]
     with open(os.devnull, "w") as output:
-        process = fork_server("torch").start("python", command, 0, REPOSITORY, output, {"NPROC_PER_NODE": "1"})
+        arguments = [RUN_AS_ON_A_GPU, *command]
+        process = fork_server("torch").start("code", arguments, 0, REPOSITORY, output, {"NPROC_PER_NODE": "1"})
     try:
         ranks: list[list[str]] = []
         deadline = time.monotonic() + 300

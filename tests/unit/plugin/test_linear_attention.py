@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.plugin.activation import leave_out_linear_attention
+from swift_megatron_grpo.plugin.rank import leave_out_linear_attention
 
 DENSE = {"model_type": "llama", "rope_parameters": {"rope_type": "default"}, "layer_types": ["full_attention"]}
 DELTA = {"model_type": "qwen3_5", "text_config": {"linear_num_key_heads": 2}}

@@ -74,17 +74,24 @@ time.sleep(60)
 
 
 class Torchrun:
-    """torchrun with two ranks, both started; a fork that has imported torch. tests/e2e starts it as users do."""
+    """torchrun with two ranks, both started, in a fork that has imported what ranks import. tests/e2e starts it as
+    users do. It forks ranks that are scripts, and starts a process for one that is a module, or for each on a GPU.
+    """
 
-    def __init__(self, folder: Path, how: str, *flags: str) -> None:
+    def __init__(self, folder: Path, how: str, *flags: str, rank: str = "script") -> None:
         self.folder = folder
         script = folder / "swift" / "cli" / "_megatron" / "rlhf.py"
         script.parent.mkdir(parents=True)
         script.write_text(RANK)
+        if rank == "module":
+            for package in list(script.parents)[:3]:
+                (package / "__init__.py").touch()
         torchrun = str(Path(sys.executable).with_name("torchrun"))
-        command = [torchrun, "--nproc_per_node", "2", "--master_port", str(free_port()), str(script)]
+        command = [torchrun, "--nproc_per_node", "2", "--master_port", str(free_port())]
+        command += [str(script)] if rank == "script" else ["-m", "swift.cli._megatron.rlhf"]
         command += ["--rlhf_type", "grpo", how, *flags]
-        self.process, self._output = start_piped("torch", "python", *command, folder=folder, PYTHONPATH=IMPORT_PATH)
+        path = f"{folder}:{IMPORT_PATH}" if rank == "module" else IMPORT_PATH
+        self.process, self._output = start_piped("trainer", "torchrun", *command, folder=folder, PYTHONPATH=path)
         end = time.monotonic() + 60
         while not all(self.pid_file(rank).exists() for rank in (0, 1)) and time.monotonic() < end:
             time.sleep(0.05)
@@ -107,9 +114,12 @@ class Torchrun:
         return not any(Path(f"/proc/{self.pid_file(rank).read_text()}").exists() for rank in (0, 1))
 
 
+@pytest.mark.parametrize("rank", ["script", "module"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_the_ranks_stop_and_their_exit_code_is_returned(tmp_path: Path, number: signal.Signals) -> None:
-    torchrun = Torchrun(tmp_path, "stops")
+def test_a_signal_lets_the_ranks_stop_and_their_exit_code_is_returned(
+    tmp_path: Path, number: signal.Signals, rank: str
+) -> None:
+    torchrun = Torchrun(tmp_path, "stops", rank=rank)
     torchrun.send_signal(number)
     code, output, _ = torchrun.finish()
     assert code == 128 + number

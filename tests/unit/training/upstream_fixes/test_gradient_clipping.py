@@ -30,7 +30,7 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_megatron_from_0_17_on_misses_kernels_of_transformer_engine_2_11() -> None:
     code = (
-        "from swift_megatron_grpo.plugin.activation import hook_platform\n"
+        "from swift_megatron_grpo.plugin.rank import hook_platform\n"
         "hook_platform()\n"
         "from megatron.core import utils\n"
         "from megatron.core.optimizer import clip_grads\n"
