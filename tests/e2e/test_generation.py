@@ -23,6 +23,9 @@ def test_completions_match_those_of_ms_swifts_engine(dense: Path) -> None:
         assert result["ours"] == result["stock"] == result["unaided"] and len(result["ours"]) == 9
         assert result["versions"] == [3] * 9 and result["together"] > 16
     assert [len(ids) for _, ids, *_ in plain["ours"]] == [24] * 6 + [20] * 3
+    assert plain["greedy"] == [ids for _, ids, *_ in plain["ours"]]
+    together, alone = plain["seeded"]
+    assert together == alone and len(set(map(tuple, together))) == 9
     reasons = [reason for *_, reason, _ in stopped["ours"]]
     assert "stop" in reasons and all(len(ids) < 20 for _, ids, *_ in stopped["ours"][-3:])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Sequence
 from copy import copy
 from functools import partial
+from itertools import groupby
 from types import ModuleType
 from typing import Any
 
@@ -289,23 +290,38 @@ def sample(
     engine.template.set_mode("vllm")
     encoded, _ = engine._batch_encode([infer_request(prompt) for prompt in distinct.values()], strict=True)
     of_prompt = dict(zip(distinct, encoded, strict=True))
-    inputs = [of_prompt[request.prompt.prompt_id] for request in requests]
-    params = (_params(engine, prompt, request, sampling) for prompt, request in zip(inputs, requests, strict=True))
+    batches = _batches(requests, is_greedy=sampling.temperature == 0)
+    inputs = [of_prompt[batch[0].prompt.prompt_id] for batch in batches]
+    params = (_params(engine, prompt, batch, sampling) for prompt, batch in zip(inputs, batches, strict=True))
     outputs = run_batch(engine, zip(inputs, params, strict=True), give_up)
     return [
-        to_rollout(request, vllm_sampling.to_completion(engine, prompt, output), weights_version)
-        for request, prompt, output in zip(requests, inputs, outputs, strict=True)
+        to_rollout(request, completion, weights_version)
+        for batch, prompt, output in zip(batches, inputs, outputs, strict=True)
+        for request, completion in zip(batch, vllm_sampling.to_completions(engine, prompt, output), strict=True)
     ]
 
 
+def _batches(requests: Sequence[Request], is_greedy: bool) -> list[list[Request]]:
+    """Return neighbours of one prompt together, which vLLM validates once; seeds count up, greedy ones stay alone."""
+
+    def shared(at: tuple[int, Request]) -> tuple[object, ...]:
+        place, request = at
+        return request.prompt.prompt_id, request.seed and request.seed - place, is_greedy and place
+
+    return [[request for _, request in batch] for _, batch in groupby(enumerate(requests), shared)]
+
+
 def _params(
-    engine: GRPOVllmEngine, inputs: dict[str, Any], request: Request, sampling: SamplingConfig
+    engine: GRPOVllmEngine, inputs: dict[str, Any], batch: Sequence[Request], sampling: SamplingConfig
 ) -> SamplingParams:
+    prompt, seed = batch[0].prompt, batch[0].seed
     try:
-        return vllm_sampling.sampling_params(engine, inputs, request_config(sampling, request.seed))
+        params = vllm_sampling.sampling_params(engine, inputs, request_config(sampling, seed))
     except ValueError as error:
-        begin = str(request.prompt.row["messages"])[:200]
-        raise ValueError(f"prompt {request.prompt.prompt_id}: {error}. It begins: {begin}") from error
+        begin = str(prompt.row["messages"])[:200]
+        raise ValueError(f"prompt {prompt.prompt_id}: {error}. It begins: {begin}") from error
+    params.n = len(batch)
+    return params
 
 
 def run_batch(

@@ -37,7 +37,7 @@ from swift_megatron_grpo.generation.vllm.sampling import (
     scoring_input,
     scoring_params,
     text_logprobs,
-    to_completion,
+    to_completions,
 )
 from swift_megatron_grpo.types import ScoredText
 
@@ -156,7 +156,8 @@ class Completer:
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
         [result] = results
-        return to_completion(engine, inputs, result)
+        [completion] = to_completions(engine, inputs, result)
+        return completion
 
     async def _encoded(self, request: dict[str, Any]) -> dict[str, Any]:
         """Encode the prompt. Templates raise errors of any type for messages that they do not support."""

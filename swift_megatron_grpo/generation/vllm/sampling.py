@@ -6,6 +6,7 @@ then detokenizes every token again for its log-prob. On an H200 that took a quar
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from io import BytesIO
 from typing import Any
 
@@ -39,21 +40,21 @@ def sampling_params(engine: GRPOVllmEngine, inputs: dict[str, Any], request: Req
     return params
 
 
-def to_completion(engine: GRPOVllmEngine, inputs: dict[str, Any], result: Any) -> Completion:
-    """Return what vLLM has generated from the encoded prompt `inputs`."""
-    [output] = result.outputs
-    token_ids = list(output.token_ids)
-    logprobs = None if output.logprobs is None else list(output.logprobs.logprobs)  # no others were requested
-    assert logprobs is None or len(logprobs) == len(token_ids)
-    return Completion(
-        prompt_ids=list(result.prompt_token_ids),
-        completion_ids=token_ids,
-        logprobs=logprobs,
-        text=engine.template.decode_generate_ids(token_ids, template_inputs=inputs["template_inputs"]),
-        finish_reason=output.finish_reason,
-        weights_version=NO_WEIGHTS,  # set by the engine
-        routed_experts=output.routed_experts,
-    )
+def to_completions(engine: GRPOVllmEngine, inputs: dict[str, Any], result: Any) -> Iterator[Completion]:
+    """Yield what vLLM has generated from the encoded prompt `inputs`."""
+    for output in result.outputs:
+        token_ids = list(output.token_ids)
+        logprobs = None if output.logprobs is None else list(output.logprobs.logprobs)  # no others were requested
+        assert logprobs is None or len(logprobs) == len(token_ids)
+        yield Completion(
+            prompt_ids=list(result.prompt_token_ids),
+            completion_ids=token_ids,
+            logprobs=logprobs,
+            text=engine.template.decode_generate_ids(token_ids, template_inputs=inputs["template_inputs"]),
+            finish_reason=output.finish_reason,
+            weights_version=NO_WEIGHTS,  # set by the engine
+            routed_experts=output.routed_experts,
+        )
 
 
 def scoring_params() -> SamplingParams:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -56,6 +57,13 @@ def main(model: str) -> None:
             "versions": [r.weights_version for r in ours],
             "together": max(together),
         })  # fmt: skip
+    seeded = [replace(request, seed=7 + request.index) for request in requests]
+    sampled = SamplingConfig(0.9, 1.0, -1, 1.0, TOKENS, ())
+    results[0]["seeded"] = [
+        _tokens(sample(engine, seeded, sampled, 3, give_up)),  # those of a prompt together
+        _tokens(sample(engine, [request], sampled, 3, give_up)[0] for request in seeded),
+    ]
+    results[0]["greedy"] = _tokens(sample(engine, requests, replace(sampled, temperature=0.0), 3, give_up))
     print("RESULT " + json.dumps(results))
 
 
@@ -69,6 +77,10 @@ def _tokens_together(processor: Any) -> list[int]:
 
     processor.process_outputs = recorded
     return together
+
+
+def _tokens(rollouts: Iterable[Rollout]) -> list[list[int]]:
+    return [rollout.completion_ids for rollout in rollouts]
 
 
 def _listed(rollouts: Sequence[Rollout]) -> list[list[object]]:
