@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from swift_megatron_grpo.packing.images import PackedImages, pack_images, positions_of
@@ -172,26 +173,26 @@ def _pack(samples: Sequence[Sample], layout: PackedLayout) -> tuple[torch.Tensor
     The first token behind a shared prompt is predicted by the prompt's last one, every other token by the one before.
     """
     # Padding follows its segment, so a causal mask hides it, and any token will do.
-    tokens = torch.zeros(layout.total, dtype=torch.long)
-    trained = torch.zeros(layout.total, dtype=torch.bool)
-    before = torch.arange(layout.total) - 1
+    tokens = np.zeros(layout.total, np.int64)  # numpy takes short lists in a third of torch's time
+    trained = np.zeros(layout.total, np.bool_)
+    before = np.arange(layout.total) - 1
     for segment in layout.segments:
         sample = samples[segment.sample]
         end = segment.start + segment.end - segment.begin
         if sample.completion_mask and sample.completion_mask[0]:
             raise ValueError("the first token of a sequence cannot be trained: a prompt needs at least one token")
-        tokens[segment.start : end] = torch.tensor(sample.tokens[segment.begin : segment.end])
-        trained[segment.start : end] = torch.tensor(sample.completion_mask[segment.begin : segment.end])
+        tokens[segment.start : end] = sample.tokens[segment.begin : segment.end]
+        trained[segment.start : end] = sample.completion_mask[segment.begin : segment.end]
         if segment.prefix is not None:
             before[segment.start] = segment.prefix + segment.begin - 1
-    places = trained.nonzero()[:, 0]
-    return tokens, places, before[places]
+    [places] = trained.nonzero()
+    return torch.from_numpy(tokens), torch.from_numpy(places), torch.from_numpy(before[places])
 
 
 def _positions(samples: Sequence[Sample], layout: PackedLayout) -> torch.Tensor:
     """Return the positions of all tokens in their sequences: [n], or [3, n] if there are images with axes."""
     if not any(placed.image.has_axes for sample in samples for placed in sample.images):
-        return torch.cat([torch.arange(segment.begin, segment.keys) for segment in layout.segments])
+        return torch.from_numpy(np.concatenate([np.arange(part.begin, part.keys) for part in layout.segments]))
     return torch.cat(
         [positions_of(segment.keys, samples[segment.sample].images)[:, segment.begin :] for segment in layout.segments],
         dim=1,
