@@ -9,6 +9,7 @@ bench_dispatch.py           tokens on their way to the experts of other GPUs and
 bench_server.py             generation behind a rollout server and in the training process, in turns on one device
 bench_generation.py         generation with other settings of vLLM: quantized weights, prefix caching, cascade
 bench_switches.py           time between training and generation: offload, wake-up, weight sync
+bench_short_steps.py        steps of a small released model with several checkouts in turns, by phase
 long_run.py                 thousands of steps of a small released model in one run: what drifts
 learn.py                    the same task in four trainers: reward, held-out accuracy and seconds over steps
 learn_chain.sh              all runs of learn.py in one session on GPUs
