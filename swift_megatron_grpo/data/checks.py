@@ -3,8 +3,6 @@
 ms-swift's preprocessors drop rows: they log the first ten faults, and the others would be trained.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ Prompts longer than --max_length are shortened, left out or refused here (--trun
 then depends neither on ranks nor on a resume, unlike with a row that is replaced when it cannot be encoded.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The validation datasets of a run and their names; ms-swift leaves in every row the path or hub id it comes from."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files of datasets: which ones ms-swift has a reader for, and, once it has failed, why it could not read one."""
 
-from __future__ import annotations
-
 import csv
 import json
 import sys

@@ -1,7 +1,5 @@
 """The ways in which processors cut images, and the tokens that stand for them: both follow from an image's size."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isqrt, sqrt

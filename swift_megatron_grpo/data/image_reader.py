@@ -5,8 +5,6 @@ an image follows from the size in its file's header; ms-swift's template and the
 once a vision tower needs them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from io import BytesIO

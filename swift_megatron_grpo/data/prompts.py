@@ -1,7 +1,5 @@
 """Prompts in an order that depends only on the seed, not on layout or batch sizes, so that a resumed run continues."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

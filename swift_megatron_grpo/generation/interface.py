@@ -1,7 +1,5 @@
 """The interface of an inference engine, as the loop uses it, wherever the engine runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b

@@ -1,7 +1,5 @@
 """Conversion of requests to ms-swift's types, and of completions to rollouts."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, fields
 from typing import Any
 

@@ -4,8 +4,6 @@ Groups are consecutive. A reward of None (see `--bad_reward`) is excluded from e
 is 0. A completion that has no other completion to be compared with also gets advantage 0.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

@@ -5,8 +5,6 @@ with the completion as their last turn, response_token_ids, finish_reason, is_tr
 also receives trainer_state. It returns one number per completion, or None for a completion to which it does not apply.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import logging

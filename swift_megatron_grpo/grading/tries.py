@@ -4,8 +4,6 @@ pass@k is the chance that at least one of k completions is correct, and maj@k th
 completions give is correct. Answers are compared as texts, so \frac12 and 0.5 are two answers.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Assembly of the stages of one run from its configuration and the models that the trainer has loaded."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import time

@@ -1,7 +1,5 @@
 """A readable log of completions: completions.jsonl in the run's folder, and tables in wandb and swanlab."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

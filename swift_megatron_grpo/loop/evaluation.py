@@ -1,7 +1,5 @@
 """Evaluation of the validation datasets with the current weights: rewards, pass@k and maj@k."""
 
-from __future__ import annotations
-
 import logging
 import random
 from collections import Counter

@@ -4,8 +4,6 @@ With --max_staleness 0 a rollout starts when it is needed. Above 0, later rollou
 finished this one, and are generated while this one is graded and trained; run_ahead.py has the rule.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Rollouts, from prompts to graded completions."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ of optimizer steps behind them. The staleness of a rollout is the number of roll
 generate it and itself; in a synchronous run it is 0.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """Graded completions as training samples, with the images of their prompts, and the tokens that are trained."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 

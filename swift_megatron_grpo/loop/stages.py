@@ -1,7 +1,5 @@
 """The stages of one run. assemble.py creates them; the files of a step use them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from swift_megatron_grpo.data.image_reader import ImageReader

@@ -27,8 +27,6 @@ GRPOLoop.train_step
 The new weights are sent to the engine when the next rollout starts.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

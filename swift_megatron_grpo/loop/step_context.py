@@ -1,7 +1,5 @@
 """The optimizer step in progress: the time and GPU memory of its phases, and its metrics."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ The file is in the format of Chrome's tracing, which https://ui.perfetto.dev and
 of each machine's clock, so machines must be synchronised.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import socket

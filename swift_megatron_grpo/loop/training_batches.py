@@ -3,8 +3,6 @@
 A checkpoint between two of these steps keeps the rollout, and a resumed run continues it.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace

@@ -5,8 +5,6 @@ ones can be balanced better between ranks, so several sizes are planned and the 
 work is taken. Pure Python.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

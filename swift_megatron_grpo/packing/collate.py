@@ -5,8 +5,6 @@ batch; k: completion tokens whose log-prob this rank computes; s: sequences; g: 
 prompts and their completions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

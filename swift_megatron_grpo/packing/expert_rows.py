@@ -5,8 +5,6 @@ experts per token takes 384 bytes. Compression makes up for half of what base64 
 experts takes 1.17 bytes per byte.
 """
 
-from __future__ import annotations
-
 import base64
 import zlib
 from math import prod

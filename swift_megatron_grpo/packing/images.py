@@ -1,7 +1,5 @@
 """Images of a micro batch of n packed tokens: the tokens that stand for them, and the positions of all tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 n: packed tokens, padding included; k: experts of a token. -1: the router chooses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Neighbours of one group share the tokens that all of them begin with, up to the 
 the micro batch once; for attention, each completion continues them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate

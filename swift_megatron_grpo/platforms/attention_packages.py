@@ -1,7 +1,5 @@
 """Packages of attention kernels: flash attention, and gated delta nets on Hopper GPUs. Imports nothing slow."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 from packaging.version import Version

@@ -1,7 +1,5 @@
 """The exchange of values between ranks, and their failures, for code that does without Megatron."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 

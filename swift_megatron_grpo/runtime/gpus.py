@@ -1,7 +1,5 @@
 """Memory and speed of GPUs, from their makers' data sheets."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ One finder on sys.meta_path looks the name up in two dictionaries and returns No
 before the import begins: registering for a module that is already executing raises, so no callback is silently missed.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader

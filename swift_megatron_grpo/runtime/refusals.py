@@ -5,8 +5,6 @@ for another one, or reads the same flags, prints nothing. An unexpected error go
 front: the rank that it ends would be killed before it has printed it, once another rank has left its message.
 """
 
-from __future__ import annotations
-
 import linecache
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Replaces an attribute of an object, a class or a module: for a while, or a function for good."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps

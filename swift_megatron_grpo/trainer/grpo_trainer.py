@@ -1,7 +1,5 @@
 """The trainer class that ms-swift builds for `--rlhf_type grpo`: builds the stages, and delegates to loop/step.py."""
 
-from __future__ import annotations
-
 import os
 from contextlib import ExitStack, nullcontext
 from functools import partial

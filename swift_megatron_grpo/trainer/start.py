@@ -1,7 +1,5 @@
 """The start of a run, before its model loads: checkpoints are checked, servers reached, and the settings made."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial

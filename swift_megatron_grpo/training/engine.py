@@ -8,8 +8,6 @@ All ranks pass the same samples. The engine assigns them to data-parallel ranks 
 Megatron's pipeline schedule, and sums the metrics once per step. docs/engine.md describes the interface.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Forward and backward passes over samples: assigned to ranks, packed, run through Megatron's pipeline schedule."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext

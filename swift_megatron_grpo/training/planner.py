@@ -1,7 +1,5 @@
 """Plans of one model's passes: which data-parallel rank runs which sample in which micro batch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod

@@ -1,7 +1,5 @@
 """Changes to Megatron, and to models that ms-swift has built and loaded, before they are wrapped for training."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

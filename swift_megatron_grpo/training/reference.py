@@ -1,7 +1,5 @@
 """The reference policy of the KL term. It exists only if beta is not 0."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass

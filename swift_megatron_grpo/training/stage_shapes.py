@@ -10,8 +10,6 @@ Below megatron-core 0.18 the interleaved schedule frees what it sends before it 
 for the GPU in the next exchange of shapes protects the message, so virtual stages continue to exchange there.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

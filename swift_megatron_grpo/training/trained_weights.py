@@ -1,7 +1,5 @@
 """The weights that a run trains: that there are some, complete on all ranks, finite, and their size on disk."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 

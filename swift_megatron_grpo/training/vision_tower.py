@@ -9,8 +9,6 @@ between a micro batch and the vision tower:
 * Images are read, cut and normalised here, so only on ranks that embed them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Tensors that are evenly spaced in one memory, as one tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

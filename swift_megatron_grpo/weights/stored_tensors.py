@@ -1,7 +1,5 @@
 """Shapes and sizes of a checkpoint's tensors, from the headers of its files: safetensors returns no sizes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Validation of the multi-turn flags, and of names in ms-swift's registries, for the trainer and `swift rollout`."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

@@ -4,8 +4,6 @@ Conversations run concurrently; each is a task. The scheduler's `run` may be ms-
 a turn through the recorder of the current conversation, which keeps the tokens that the engine saw and sampled.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar

@@ -4,8 +4,6 @@ Each turn's prompt contains the conversation so far. So the last prompt plus the
 and a token of an earlier turn is at the position where it was sampled if that turn's prompt is still a prefix of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b

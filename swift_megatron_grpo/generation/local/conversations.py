@@ -5,8 +5,6 @@ generates one batch of turns when each of them waits for its next one. Scheduler
 first rank, which broadcasts every batch of turns to the engine's other ranks.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Check the settings of vLLM in the training processes by building its configuration, before a model loads."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator

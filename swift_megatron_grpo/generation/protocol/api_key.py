@@ -1,7 +1,5 @@
 """The API key of the rollout servers: where it is read from, and how it stays out of process lists."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Mapping
 from pathlib import Path

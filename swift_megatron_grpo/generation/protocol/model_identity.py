@@ -1,7 +1,5 @@
 """The values of config.json that must be equal in trainer and server."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from functools import cache

@@ -1,7 +1,5 @@
 """HTTP client of one rollout server. It ignores proxy variables, because servers are on the local network."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence

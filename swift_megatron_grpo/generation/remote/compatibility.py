@@ -1,7 +1,5 @@
 """Why a server cannot serve a run: what differs between their flags, models and versions, and what to do about it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Checks of the completions that a server sends: values that no engine of this run can have generated."""
 
-from __future__ import annotations
-
 import math
 
 from swift_megatron_grpo.data.images import is_portable

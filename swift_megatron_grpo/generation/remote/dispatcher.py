@@ -5,8 +5,6 @@ servers get more of them. The requests of a lost server are retried before every
 refused is retried last, on another server if there is one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """vLLM behind `swift rollout`. Rank 0 alone contacts the servers; the other ranks only take part in weight exports."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import time

@@ -4,8 +4,6 @@ Every server is polled for its status each second. A server that does not respon
 it was restarted in the meantime, it must be sent the weights before it may generate.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import secrets

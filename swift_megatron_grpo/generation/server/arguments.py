@@ -1,7 +1,5 @@
 """The flags of `swift rollout`: ms-swift's flags, with the defaults of a server that receives weights."""
 
-from __future__ import annotations
-
 import errno
 import math
 import os

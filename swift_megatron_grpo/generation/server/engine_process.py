@@ -1,7 +1,5 @@
 """The engine process: ms-swift's loop serves ms-swift's routes, and a second loop serves this package's commands."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

@@ -4,8 +4,6 @@ A request without the key is answered before its body is read. What reaches a ro
 checked by schema.py. An exception in a route is logged with an id, and the client receives the id alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import resource

@@ -5,8 +5,6 @@ While nothing is generated, this server therefore generates one token from time 
 If neither that token nor any other appears within --health_timeout, the engine is stuck.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ A command is cancelled when the web server no longer waits for its result. ms-sw
 this one, carries one command at a time, and its web server blocks until the result arrives.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

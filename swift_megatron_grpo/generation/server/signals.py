@@ -5,8 +5,6 @@ Trainers retry unfinished requests on other servers. Ctrl-C reaches the web serv
 process group of its own, because a core of vLLM that ends first looks like a failure.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Extension of vLLM's workers, to whose bases vLLM adds it by its dotted path: receives weights and loads them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

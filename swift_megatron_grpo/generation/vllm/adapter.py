@@ -3,8 +3,6 @@
 vLLM silently ignores tensors that belong to none of its modules, so an adapter with wrong names would have no effect.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ cudaDeviceReset", FlashInfer while it is imported. Both read the file with the b
 replaced in their modules by one that leaves out the lines of the stub. Newer versions of vLLM compare the whole name.
 """
 
-from __future__ import annotations
-
 from io import StringIO
 from typing import Any
 

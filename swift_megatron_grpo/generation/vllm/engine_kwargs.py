@@ -4,8 +4,6 @@ vLLM reads these settings directly. One that changes what the engine computes wo
 without the trainer's knowledge, and one that a flag sets as well would be overwritten.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import json

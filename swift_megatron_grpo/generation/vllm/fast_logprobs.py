@@ -5,8 +5,6 @@ logits in 300 dependent steps, and once more for ranks, and Python makes several
 log-probs of each request. Requests for more than the sampled token, or for text, take vLLM's own way.
 """
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 

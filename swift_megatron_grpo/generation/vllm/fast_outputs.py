@@ -7,8 +7,6 @@ time, in the form in which vLLM passes on several tokens of one step. A token th
 request with any other feature, is left to vLLM.
 """
 
-from __future__ import annotations
-
 from copy import copy
 from operator import attrgetter
 from typing import Any

@@ -7,8 +7,6 @@ is done as always, and adds the requests to its output. Any other step, such as 
 blocks, is vLLM's alone.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

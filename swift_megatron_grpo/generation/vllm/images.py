@@ -1,7 +1,5 @@
 """Detects whether an engine holds the image, video and audio parts of its model, and counts the tokens of images."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from swift.infer_engine import GRPOVllmEngine

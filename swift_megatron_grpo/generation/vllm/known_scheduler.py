@@ -5,8 +5,6 @@ depend on the text of these functions. A digest of the text decides, not a versi
 setting that the two do not cover, vLLM's own functions run.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import inspect

@@ -1,7 +1,5 @@
 """Packages that ms-swift imports to load a model, also for rows of text. Without one it ends after the download."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """manifest.json of a checkpoint, written last: its files with sizes and checksums, its model, tokenizer and dataset."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Find the checkpoint that a run continues from (--resume): the newest whole one of a folder, or a given one."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

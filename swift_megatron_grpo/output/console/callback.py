@@ -1,7 +1,5 @@
 """The callback that replaces ms-swift's progress bar and PNG files: logging.jsonl, a line per step, and the report."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

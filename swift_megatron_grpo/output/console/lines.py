@@ -1,7 +1,5 @@
 """Lines that a run prints, in pure Python: a step in aligned columns, a completion, the pace, the status line."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

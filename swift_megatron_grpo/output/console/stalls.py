@@ -3,8 +3,6 @@
 docs/metrics.md#stalled-runs says which runs the thresholds come from.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median, pstdev
 from typing import Any

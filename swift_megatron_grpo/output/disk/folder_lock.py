@@ -4,8 +4,6 @@ A POSIX lock belongs to a process: the kernel releases it when the process ends,
 inherits it. A file system without locks (ENOLCK, ENOTSUP) is used without one.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

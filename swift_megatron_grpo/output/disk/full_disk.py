@@ -5,8 +5,6 @@ an error that comes from another process has lost its cause. If no error names t
 writes a few megabytes to the same folder.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

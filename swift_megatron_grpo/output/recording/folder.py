@@ -3,8 +3,6 @@
 Groups are appended to a partial file as they are graded, for a run that is stopped within a rollout.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """Readers of recorded rollouts: of another run (--rollout_replay), and what an earlier run has left (--resume)."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ JSON, because reading it executes no code, and because pandas and text editors r
 many digits as are needed to read the same float back. The last field of a line is the CRC-32 of what precedes it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -5,8 +5,6 @@ themselves (math_verify does), which works in the main thread only, and an aband
 process from exiting.
 """
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

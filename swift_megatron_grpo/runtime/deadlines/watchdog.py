@@ -1,7 +1,5 @@
 """The rank's side of the monitor: starts it, sends it deadlines, and describes this rank's unfinished collectives."""
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import logging

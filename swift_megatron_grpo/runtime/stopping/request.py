@@ -1,7 +1,5 @@
 """The request to stop a run: received by any rank, known to all within a second; all act on it at the same place."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys

@@ -4,8 +4,6 @@ A signal handler in Python runs only when the main thread returns to the interpr
 C, writes the signal's number to a pipe in any case (signal.set_wakeup_fd), and a thread reads it.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -8,8 +8,6 @@ frozen weight and no entropy, forward computes the gradient of each log-prob up 
 k: rows; h: hidden size; v: vocabulary of this tensor-parallel rank; c: rows of a chunk.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

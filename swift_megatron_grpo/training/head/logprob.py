@@ -11,8 +11,6 @@ l: tokens this rank holds after sequence parallelism is undone; k: rows that pre
 v: vocabulary of this tensor-parallel rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

@@ -6,8 +6,6 @@ hundredth of the speed of fp32), so there blocks of the vocabulary are converted
 c: rows; h: hidden size; v: vocabulary of this tensor-parallel rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

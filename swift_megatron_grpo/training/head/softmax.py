@@ -15,8 +15,6 @@ vocabulary are ignored. On CUDA the two functions that read and write logits are
 c: rows; v: vocabulary columns of this rank, padding included.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -10,8 +10,6 @@ This covers frozen dense layers without tensor parallelism; layers of experts on
 dropout, fp8, or not exactly one active adapter, as in a pass of the reference model, runs as in mcore-bridge.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any

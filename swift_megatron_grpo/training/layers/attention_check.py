@@ -6,8 +6,6 @@ gradients of later ones grew to 1e7 or NaN. So free memory is filled with NaN fi
 kernel, and it costs no random numbers of the run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise

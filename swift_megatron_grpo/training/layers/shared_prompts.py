@@ -5,8 +5,6 @@ over p keys. One call of the kernel computes all of them, over keys and values t
 gather adds up the gradients of the prompt's keys.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -5,8 +5,6 @@ contains the second version of the same kernel. On Hopper cuDNN's kernel (`--att
 to 128 channels per head, and its gradients are wrong with 256.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import partial
 from typing import Any

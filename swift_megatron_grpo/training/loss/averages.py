@@ -1,7 +1,5 @@
 """Averages values per token to the micro batch's share of one number for the whole step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

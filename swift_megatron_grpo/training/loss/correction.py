@@ -3,8 +3,6 @@
 rho = pi_old / pi_rollout: the trainer's probability of a token when it was generated, over the inference engine's.
 """
 
-from __future__ import annotations
-
 import torch
 
 from swift_megatron_grpo.settings.losses import Correction

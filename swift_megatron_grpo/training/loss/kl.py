@@ -1,7 +1,5 @@
 """KL(pi || reference) from tokens that pi sampled, http://joschu.net/blog/kl-approx.html, and its coefficient beta."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

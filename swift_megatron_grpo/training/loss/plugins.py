@@ -4,8 +4,6 @@ Each is tried on a made-up step when it is registered, so that the file is refus
 add up to the same number however completions are packed into micro batches.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

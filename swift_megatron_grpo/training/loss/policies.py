@@ -3,8 +3,6 @@
 r: importance ratio at --importance_sampling_level, A: advantage, both per token.
 """
 
-from __future__ import annotations
-
 import torch
 
 from swift_megatron_grpo.settings.losses import LossConfig

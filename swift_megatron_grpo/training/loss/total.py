@@ -1,7 +1,5 @@
 """The total loss: policy loss + beta * KL - entropy_coef * entropy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -7,8 +7,6 @@ elsewhere the others would wait in a collective of the pass that one rank has le
 agree whether all of them had enough memory.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import re

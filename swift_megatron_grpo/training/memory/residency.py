@@ -8,8 +8,6 @@ Every rank decides for its own GPU, and no move waits for another rank. With --o
 not gathered yet are gathered before anything moves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any

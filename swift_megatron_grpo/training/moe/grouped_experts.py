@@ -13,8 +13,6 @@ is saved in the order of the buffers. Frozen ones are moved into separate memory
 Weight gradients of a micro batch are computed in the precision of the weights and added to Megatron's fp32 buffer.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

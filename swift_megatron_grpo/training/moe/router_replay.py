@@ -5,8 +5,6 @@ given or recorded routing, that is an ExpertChoice. Gradients flow through the w
 before tokens are dispatched, so nothing here depends on expert parallelism.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

@@ -15,8 +15,6 @@ r rows that it receives, p pairs of a received row and an expert of this rank.
 Tests: tests/dist/test_row_dispatch.py, tests/unit/training/moe/test_expert_chunks.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial

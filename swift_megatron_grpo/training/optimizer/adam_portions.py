@@ -11,8 +11,6 @@ Tests: tests/unit/training/optimizer/test_adam_portions.py, and tests/gpu/test_a
 upstream copies less; then delete this file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import Any, TypeVar

@@ -20,8 +20,6 @@ on the CPU are left to upstream.
 Tests: tests/dist/test_flat_optimizer.py, on a GPU tests/gpu/test_flat_optimizer.py.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager

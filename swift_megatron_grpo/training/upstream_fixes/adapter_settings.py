@@ -17,8 +17,6 @@ Tests: tests/unit/training/upstream_fixes/test_adapter_settings.py fails once up
 `adapter_settings_applied` but for the dropout. tests/dist/test_adapter_settings.py fails without the fix.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b

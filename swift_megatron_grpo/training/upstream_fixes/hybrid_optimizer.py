@@ -7,8 +7,6 @@
   saved, and which torch refuses to load, so that nothing of the checkpoint can be loaded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

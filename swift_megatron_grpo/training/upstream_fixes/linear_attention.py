@@ -27,8 +27,6 @@ functions; tests/dist/test_composite_layouts.py fails at tp2, tp2+sp and cp2 wit
 tests/dist/test_sequence_bounds.py counts the tensors that the kernels get.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any

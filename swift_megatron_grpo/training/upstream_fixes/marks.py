@@ -32,8 +32,6 @@ another one does; a part can go once no supported version needs it. Without the 
 the adapters, test_composite_layouts.py[deepseek-lora-tp2+sp].
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -11,8 +11,6 @@ through the manager pickled: it would import torch to read them, for 3 s and hun
 Tests: tests/unit/training/upstream_fixes/test_result_queue.py fails once upstream ends them; then delete this file.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

@@ -18,8 +18,6 @@ Tests: tests/dist/test_router_bias.py fails without the fix. tests/e2e/test_cli.
 `load_balancing_loss` of a MoE run, and fails if the tracker changes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ a layer. With one stage there is nothing to reduce, because ranks that hold othe
 tensor can stay on the host.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext

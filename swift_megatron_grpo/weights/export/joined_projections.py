@@ -9,8 +9,6 @@ Tests: tests/contract/test_images_seam.py fails once upstream exports what it ha
 tests/e2e/test_images.py and test_image_layouts.py[glm4v-lora] fail without it.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -6,8 +6,6 @@ speculatively would fail. It can copy them from the source checkpoint (--save_mi
 alone: without generation_config.json, vLLM and transformers would sample with other defaults, and stop at fewer tokens.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -5,8 +5,6 @@ file contains no architecture: it traces the first load, in which each copy into
 tensor is written where.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import prod

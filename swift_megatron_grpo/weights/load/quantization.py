@@ -1,7 +1,5 @@
 """vLLM's settings and the checks of `--rollout_quantization`, for the training processes and for rollout servers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Packs many tensors into one flat tensor of bytes, and unpacks them. Both ends use it, so it imports torch only."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod

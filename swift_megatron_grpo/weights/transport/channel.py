@@ -6,8 +6,6 @@ secret of rendezvous.py take part: they prove it at the rendezvous, and again ov
 of weights is not used because it has no such proof.
 """
 
-from __future__ import annotations
-
 import hmac
 import json
 import os
