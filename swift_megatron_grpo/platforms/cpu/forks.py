@@ -12,13 +12,15 @@ import os
 import random
 import runpy
 import signal
+import stat
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from contextlib import suppress
 
+_NOT_FLUSHED = 120  # Python's exit code
 _LOGGERS = ("swift", "modelscope")  # ms-swift sets their level by LOCAL_RANK, at import
 
 
@@ -57,10 +59,21 @@ def run_in_fork(argv: Sequence[str], environment: Mapping[str, str], begin: Call
     pid = os.fork()
     if pid:
         return Fork(pid)
+    code = 1
+    try:
+        code = _run_as_process(argv, environment, begin)
+    finally:
+        os._exit(code)  # whatever happens: above this frame is the parent's code
+
+
+def _run_as_process(argv: Sequence[str], environment: Mapping[str, str], begin: Callable[[], None]) -> int:
+    """Run the script, and end as the interpreter does, but for its teardown; return the exit code."""
     os.setsid()
+    _close_sockets()
     atexit._clear()  # what the parent registered is for its own exit
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
+    code = 0
     try:
         os.environ.clear()
         os.environ.update(environment)
@@ -68,11 +81,28 @@ def run_in_fork(argv: Sequence[str], environment: Mapping[str, str], begin: Call
         _adapt()
         _run(argv)
     except SystemExit as end:
-        _exit(end.code)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if not isinstance(end.code, int | None):
+            print(end.code, file=sys.stderr)
     except BaseException:
+        code = 1
         sys.excepthook(*sys.exc_info())
-        _exit(1)
-    _exit(None)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            code = code or _NOT_FLUSHED
+    return code & 0xFF
+
+
+def _close_sockets() -> None:
+    """Close the parent's sockets: the port of its store would otherwise stay open when the parent has ended."""
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # that of the folder is closed by now
+            if descriptor > 2 and stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                os.close(descriptor)
 
 
 def _adapt() -> None:
@@ -94,15 +124,3 @@ def _run(argv: Sequence[str]) -> None:
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(argv[0])
     runpy.run_path(argv[0], run_name="__main__")
-
-
-def _exit(code: object) -> NoReturn:
-    """End as the interpreter does, but for its teardown, which would free all that was imported."""
-    if code is not None and not isinstance(code, int):
-        print(code, file=sys.stderr)
-        code = 1
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit((code or 0) & 0xFF)

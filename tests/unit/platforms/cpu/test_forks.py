@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -27,6 +28,16 @@ if how == "message":
     sys.exit("--lr 0 must be above 0")
 if how == "error":
     raise ValueError("a step failed")
+if how == "pipe":
+    read, write = os.pipe()
+    os.close(read)
+    sys.stdout = os.fdopen(write, "w")  # nobody reads what is printed, as behind `| head`
+    print("lost")
+if how == "both pipes":
+    read, write = os.pipe()
+    os.close(read)
+    sys.stdout = sys.stderr = os.fdopen(write, "w", 1)
+    print("lost")
 if how == "sleep":
     time.sleep(60)
 """
@@ -63,10 +74,32 @@ def test_a_fork_ends_as_a_process_does(
     assert printed.endswith(f"{last}\n") and ("Traceback" in printed) == (how == "error")
 
 
-def test_a_fork_can_be_waited_for_and_ended(tmp_path: Path) -> None:
-    fork, output = start(tmp_path, "sleep")
+@pytest.mark.parametrize(("how", "code"), [("pipe", 120), ("both pipes", 1)])
+def test_a_fork_whose_output_nobody_reads_ends(tmp_path: Path, how: str, code: int) -> None:
+    """An exception at the exit would otherwise continue in the code of the parent, a second time."""
+    fork, _ = start(tmp_path, how)
+    assert fork.wait(60) == code
+
+
+def test_a_fork_does_not_keep_a_port_of_its_parent_open(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        fork, output = start(tmp_path, "sleep")
+        wait_for(output)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    fork.send_signal(signal.SIGKILL)
+    assert fork.wait(30) == -signal.SIGKILL
+
+
+def wait_for(output: Path) -> None:
     while not output.exists() or "True" not in output.read_text():
         time.sleep(0.02)
+
+
+def test_a_fork_can_be_waited_for_and_ended(tmp_path: Path) -> None:
+    fork, output = start(tmp_path, "sleep")
+    wait_for(output)
     assert fork.poll() is None
     with pytest.raises(subprocess.TimeoutExpired):
         fork.wait(0.1)
