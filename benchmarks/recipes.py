@@ -34,6 +34,7 @@ from benchmarks.harness.recipes.known import RECIPES, TRIED_WITH, TRIES, Recipe
 from benchmarks.harness.recipes.page import write_pages
 from benchmarks.harness.recipes.plans import write_plans
 from benchmarks.harness.recipes.runs import last_weights, logged, read_rows, write_programs
+from benchmarks.learn import environment_of_programs
 
 TEMPLATE = REPOSITORY / "templates" / "recipe.sh"
 PLUGINS = [str(REPOSITORY / "templates" / "plugins" / name) for name in ("reasoning_task.py", "calculator.py")]
@@ -128,14 +129,7 @@ def serve(recipe: Recipe, weights: Path, folder: Path, args: argparse.Namespace,
 
 def environment_of(folder: Path) -> dict[str, str]:
     programs = write_programs(folder / "programs")
-    return {
-        **os.environ,
-        "PATH": os.pathsep.join([str(programs), os.environ["PATH"]]),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),
-        "MASTER_PORT": str(random.randint(20000, 32000)),
-        "HF_HUB_OFFLINE": "1",
-        "MODELSCOPE_OFFLINE": "1",
-    }
+    return environment_of_programs() | {"PATH": os.pathsep.join([str(programs), os.environ["PATH"]])}
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -80,40 +79,37 @@ def checksum(tensor: torch.Tensor, dtype: torch.dtype, part: TensorSlice | None 
     part = part or TensorSlice.whole(tensor.shape)
     if tensor.element_size() > dtype.itemsize:
         tensor = tensor.to(dtype)
-    sums = []
-    for values, weights in _chunks(tensor, part):
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for values, positions in _chunks(tensor, part):
         bits = values.contiguous().view(_INTEGER[values.element_size()])
-        sums.append((bits.to(torch.int64) * weights).sum())
-    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+        total += (bits.to(torch.int64) * _weight(positions)).sum()
+    return total
 
 
 def to_integers(checksums: Iterable[torch.Tensor]) -> list[int]:
     """Return checksums as integers, with one transfer from the device."""
     on_device = list(checksums)
-    _weights.cache_clear()
     return [value % 2**64 for value in torch.stack(on_device).tolist()] if on_device else []
 
 
 def _chunks(tensor: torch.Tensor, part: TensorSlice) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield rows of the tensor, with the weights of their elements."""
+    """Yield rows of the tensor, with the positions of their elements in the whole tensor."""
     if tensor.ndim == 0:
         tensor = tensor.view(1)
         part = TensorSlice(part.offset, (1,), (1,))
     rows = max(1, _CHUNK * tensor.shape[0] // max(tensor.numel(), 1))
-    for begin in range(0, max(tensor.shape[0], 1), rows):
+    for begin in range(0, tensor.shape[0], rows):
         values = tensor[begin : begin + rows]
-        rest = TensorSlice(part.offset + begin * part.strides[0], tuple(values.shape), part.strides)
-        yield values, _weights(rest, tensor.device)
+        positions = torch.full((), part.offset + begin * part.strides[0], dtype=torch.int64, device=tensor.device)
+        for dimension, (length, stride) in enumerate(zip(values.shape, part.strides, strict=True)):
+            shape = [1] * values.ndim
+            shape[dimension] = length
+            positions = positions + (torch.arange(length, device=tensor.device) * stride).view(shape)
+        yield values, positions
 
 
-@lru_cache(8)  # of the matrices of a layer, until `to_integers`: 22 operations each, a checksum takes 3 more
-def _weights(part: TensorSlice, device: torch.device) -> torch.Tensor:
-    """Return a pseudo-random odd weight for each position of a slice: one changed element always changes the sum."""
-    positions = torch.full((), part.offset, dtype=torch.int64, device=device)
-    for dimension, (length, stride) in enumerate(zip(part.shape, part.strides, strict=True)):
-        shape = [1] * len(part.shape)
-        shape[dimension] = length
-        positions = positions + (torch.arange(length, device=device) * stride).view(shape)
+def _weight(positions: torch.Tensor) -> torch.Tensor:
+    """Return a pseudo-random odd weight per position: one changed element always changes the sum."""
     mixed = positions * -7046029254386353131
     mixed = (mixed ^ (mixed >> 29)) * -4658895280553007687
     return (mixed ^ (mixed >> 32)) | 1
