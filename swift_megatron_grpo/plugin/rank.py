@@ -10,7 +10,9 @@ import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from swift_megatron_grpo.plugin import command_line
@@ -28,9 +30,11 @@ _IMPORTS = (  # of a rank, whatever its model is, vLLM with them
 def prepare(args: Sequence[str]) -> None:
     """Make this process train with this package, for a rank with these arguments."""
     from swift_megatron_grpo.plugin.register import register
+    from swift_megatron_grpo.runtime.import_hooks import after_import
 
     hook_platform()
     leave_out_linear_attention(args)
+    after_import("datasets.download.download_manager", leave_environment_alone)
     register()
 
 
@@ -47,6 +51,15 @@ def end_with_torchrun(environ: Mapping[str, str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if "TORCHELASTIC_RUN_ID" in environ:
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
+
+def leave_environment_alone(download_manager: ModuleType) -> None:
+    """Keep datasets from removing all environment variables and setting them again for each file that it reads.
+
+    A thread of NCCL that reads a variable at that moment crashes the rank: glibc does not guard getenv against setenv.
+    """
+    os.environ["HF_DATASETS_STACK_MULTIPROCESSING_DOWNLOAD_PROGRESS_BARS"] = "1"  # all that datasets wants to change
+    download_manager.__dict__["stack_multiprocessing_download_progress_bars"] = nullcontext
 
 
 def leave_out_linear_attention(args: Sequence[str]) -> None:

@@ -97,7 +97,10 @@ def _name(dtype: torch.dtype) -> str:
 
 @contextmanager
 def _without_traces() -> Iterator[None]:
-    """Restore the environment, which vLLM changes for the processes of an engine, and log warnings only."""
+    """Restore what vLLM changes in the environment for the processes of an engine, and log errors only.
+
+    Other variables are not touched: a thread of NCCL that reads one at that moment would crash the rank.
+    """
     logger, environment = logging.getLogger("vllm"), dict(os.environ)
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -105,5 +108,7 @@ def _without_traces() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-        os.environ.clear()
-        os.environ.update(environment)
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        for name, value in environment.items() - os.environ.items():
+            os.environ[name] = value

@@ -146,7 +146,7 @@ print(sorted({{*hooks._before, *hooks._after}}) if hooks else "nothing")
 PLATFORM_HOOKS = ["mcore_bridge", "megatron.core"]
 HELP_PROCESS = RANK_PROCESS.replace(repr(GRPO), repr(["--help"]))
 TRAINER_HOOKS = ["swift.megatron.pipelines.train.rlhf", "swift.megatron.trainers"]
-RUNTIME_HOOKS = ["flashinfer.comm.cuda_ipc", "vllm.utils.system_utils"]
+RUNTIME_HOOKS = ["datasets.download.download_manager", "flashinfer.comm.cuda_ipc", "vllm.utils.system_utils"]
 ALL_HOOKS = sorted(PLATFORM_HOOKS + TRAINER_HOOKS + RUNTIME_HOOKS)
 
 
