@@ -23,6 +23,7 @@ long_run_page.py the section of docs/fault_tolerance.md about long runs
 markdown.py     tables of pages
 chart.py        docs/performance.svg and benchmarks/results/phases.svg
 busy_time.py    kernels and host functions of generation
+scoring_engine.py the plain vLLM that measures the accuracy of saved weights
 paths.py        paths that several benchmarks use
 
 tests/unit/benchmarks covers this folder.

@@ -12,13 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.harness.learning.prompts import read_rows, tokens_of_peers
 from benchmarks.harness.learning.reward import score
-from swift_megatron_grpo.platforms import cpu
-
-CACHE_BYTES = 2 << 30  # of vLLM, 23 KB a token; given, because vLLM's own measurement fails next to other processes
+from benchmarks.harness.scoring_engine import scoring_engine
 
 
 def main() -> None:
@@ -30,8 +26,6 @@ def main() -> None:
     parser.add_argument("--dtype", required=True)
     parser.add_argument("--json", type=Path, required=True, help="file for the results, one per model")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        cpu.activate()
     rows = read_rows(args.rows)
     args.json.write_text(json.dumps([result_of(texts, rows) for texts in generate(args, rows)]) + "\n")
 
@@ -39,21 +33,11 @@ def main() -> None:
 def generate(args: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator[list[str]]:
     """Yield the completions of each model. One engine serves all, because its start takes longer than a model."""
     from transformers import AutoTokenizer
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
     tokenizer = AutoTokenizer.from_pretrained(args.base)
     prompts = [tokens_of_peers(tokenizer, row["messages"]) for row in rows]
-    llm = LLM(
-        str(args.base),
-        dtype=args.dtype,
-        max_model_len=max(map(len, prompts)) + args.max_tokens,
-        gpu_memory_utilization=0.1,
-        kv_cache_memory_bytes=CACHE_BYTES,
-        enable_prefix_caching=False,  # the weights change
-        enforce_eager=True,
-        generation_config="vllm",
-        seed=0,
-    )
+    llm = scoring_engine(args.base, args.dtype, max(map(len, prompts)) + args.max_tokens)
     sampling = SamplingParams(temperature=0, max_tokens=args.max_tokens, stop_token_ids=[tokenizer.eos_token_id])
     requests = [{"prompt_token_ids": prompt} for prompt in prompts]
     for model in (args.base, *args.checkpoints):

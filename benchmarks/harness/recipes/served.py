@@ -16,15 +16,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
-from swift_megatron_grpo.platforms import cpu
+from benchmarks.harness.scoring_engine import scoring_engine
 
 from .runs import read_rows
 
 MOST_TURNS = 3
 MODEL_TOKENS = 1024
-CACHE_BYTES = 2 << 30  # of vLLM; given, because its own measurement fails next to other processes
 Messages = list[dict[str, str]]
 Answered = list[tuple[Messages, float]]  # a conversation and its reward
 
@@ -42,8 +39,6 @@ def main() -> None:
     parser.add_argument("--problems", type=int, help="the first ones alone")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        cpu.activate()
     from swift.utils import import_external_file
 
     for plugin in args.plugins:
@@ -55,19 +50,9 @@ def main() -> None:
 
 def answers(args: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[Answered, Answered]:
     """Return the conversations of the saved weights and of those before training."""
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
-    llm = LLM(
-        str(args.saved),
-        dtype=args.dtype,
-        max_model_len=MODEL_TOKENS,
-        gpu_memory_utilization=0.1,
-        kv_cache_memory_bytes=CACHE_BYTES,
-        enable_prefix_caching=False,  # the weights change
-        enforce_eager=True,
-        generation_config="vllm",
-        seed=0,
-    )
+    llm = scoring_engine(args.saved, args.dtype, MODEL_TOKENS)
     sampling = SamplingParams(temperature=0, max_tokens=args.max_tokens)
 
     def answer(conversations: list[Messages]) -> list[str]:

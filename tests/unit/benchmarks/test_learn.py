@@ -124,8 +124,8 @@ def test_reward_and_accuracy_are_the_same_in_all_trainers() -> None:
 def test_problems_are_solved_and_those_for_the_choice_are_others() -> None:
     task, other = TASK.draw(), SEARCH.draw()
     assert all(eval(problem) == solution for problem, solution in (task | other).items())
-    assert {len(problem.split()) for problem in task} == {3, 5} and {len(problem.split()) for problem in other} == {7}
-    assert min(map(len, (task, other))) > 5000
+    assert {len(problem.split()) for problem in (task | other)} == {3, 5}
+    assert not task.keys() & other.keys() and min(map(len, (task, other))) > 4000
 
 
 # ---- logs, bands and the page
