@@ -18,7 +18,8 @@ from typing import NamedTuple
 import torch
 
 from swift_megatron_grpo.weights.transport.buckets import NamedWeights
-from swift_megatron_grpo.weights.transport.held_weights import HeldSlice, WorkerWeights, checksum, to_integers
+from swift_megatron_grpo.weights.transport.checksums import Checksums
+from swift_megatron_grpo.weights.transport.held_weights import HeldSlice, WorkerWeights
 
 NAMED = 8  # tensors that a message names for each kind of problem
 
@@ -59,18 +60,23 @@ class Manifest:
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.specs: dict[str, TensorSpec] = {}
-        self._dtype = dtype
-        self._checksums: dict[str, torch.Tensor] = {}
+        self._checksums = None if dtype is None else Checksums(dtype)
+        self._names: list[str] = []
 
     def record(self, weights: NamedWeights) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
             self.specs[name] = TensorSpec(tuple(tensor.shape), tensor.dtype)
-            if self._dtype is not None:
-                self._checksums[name] = checksum(tensor, self._dtype)
+            if self._checksums is not None:
+                self._checksums.add(tensor)
+                self._names.append(name)
             yield name, tensor
+        if self._checksums is not None:
+            self._checksums.launch()  # before the trainer's weights leave the GPU
 
     def checksums(self) -> dict[str, int]:
-        return dict(zip(self._checksums, to_integers(self._checksums.values()), strict=True))
+        """Return the checksums of the tensors by name."""
+        assert self._checksums is not None
+        return dict(zip(self._names, self._checksums.integers(), strict=True))
 
 
 def changed_specs(before: Mapping[str, TensorSpec], now: Mapping[str, TensorSpec]) -> list[Problem]:

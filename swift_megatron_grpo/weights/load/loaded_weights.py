@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,16 +19,27 @@ import torch
 from swift_megatron_grpo.weights.load.load_tracer import LoadTrace, Place, TracedCopy, loadable
 from swift_megatron_grpo.weights.load.staging import OnlineLayer, Staging, Target
 from swift_megatron_grpo.weights.transport.buckets import NamedWeights, copy_all
-from swift_megatron_grpo.weights.transport.held_weights import (
-    HeldSlice,
-    TensorSlice,
-    WorkerWeights,
-    checksum,
-    to_integers,
-)
+from swift_megatron_grpo.weights.transport.checksums import Batch, to_integers
+from swift_megatron_grpo.weights.transport.held_weights import HeldSlice, TensorSlice, WorkerWeights
 
 BATCH_BYTES = 2**28  # of tensors that wait to be copied together
 _NAMED = 8  # parameters that a message names
+
+
+Memories = dict[str, tuple[int, int]]  # address and bytes, by parameter
+
+
+@dataclass(frozen=True)
+class _Readable:
+    """Slices of sent tensors that can be read back, again and again while parameters stay in their memories."""
+
+    slices: dict[str, list[TensorSlice]]  # by the sent tensor
+    checksums: Batch  # of all slices, one after the other
+    memories: Memories
+
+    def read(self) -> dict[str, tuple[HeldSlice, ...]]:
+        numbers = iter(to_integers(self.checksums.sums()))
+        return {name: tuple(HeldSlice(part, next(numbers)) for part in parts) for name, parts in self.slices.items()}
 
 
 class LoadedWeights:
@@ -43,7 +55,8 @@ class LoadedWeights:
         self._trace = LoadTrace(model)
         self._repacked: set[str] = set()  # tensors that vLLM rearranges for a kernel after loading
         self._targets: dict[str, list[Target]] = {}  # of the parameters in these memories:
-        self._memories: dict[str, tuple[int, int]] = {}  # address and bytes
+        self._memories: Memories = {}
+        self._readable: _Readable | None = None  # what the last traced load has written
         self._as_written: dict[str, tuple[HeldSlice, ...]] = {}  # checksums of those, before they were rearranged
 
     def load(self, weights: NamedWeights, finish: Callable[[], None], collect_checksums: bool) -> None:
@@ -55,15 +68,15 @@ class LoadedWeights:
         self._staging.begin(collect_checksums)
         if not self._trace.complete and (collect_checksums or self._staging.layers):
             self._load_traced(weights)
-            read = self._trace.copies if collect_checksums or self._trace.complete else ()
-            written = self._read(read)
+            copied = self._trace.copies if collect_checksums or self._trace.complete else ()
+            written = self._find_readable(copied).read()
             finish()
-            settled = self._read(read)
+            settled = self._find_readable(copied).read()
             self._as_written = {name: held for name, held in written.items() if settled.get(name) != held}
             self._repacked = set(self._as_written)
         else:
             self._write(weights)
-            self._as_written = self._read(self._repacked) if collect_checksums else {}
+            self._as_written = self._find_readable(self._repacked).read() if collect_checksums else {}
             finish()
         self._staging.open.clear()
         if not collect_checksums and (incomplete := self._staging.incomplete):
@@ -77,6 +90,7 @@ class LoadedWeights:
         self.is_new = False
         self._repacked = set()
         self._memories = {}
+        self._readable = None
         with ExitStack() as loading:
             for layer in layers:
                 loading.enter_context(
@@ -135,7 +149,7 @@ class LoadedWeights:
         padding is lost with the weights when vLLM sleeps at level 2.
         """
         parameters = loadable(self._model)
-        memories = {name: (value.data_ptr(), value.untyped_storage().nbytes()) for name, value in parameters.items()}
+        memories = _memories(parameters)
         if memories == self._memories:
             return
         copied = {name: value for name, value in parameters.items() if name not in self._trace.padded}
@@ -176,29 +190,33 @@ class LoadedWeights:
 
     def worker_weights(self) -> WorkerWeights:
         """Return what the model holds. Valid after a load that collected checksums."""
-        held = self._read(name for name in self._trace.copies if name not in self._repacked) | self._as_written
+        if self._readable is None or self._readable.memories != _memories(loadable(self._model)):
+            self._readable = self._find_readable(name for name in self._trace.copies if name not in self._repacked)
+        held = self._readable.read() | self._as_written
         for name, slices in self._staging.held().items():
             held[name] = (*held.get(name, ()), *slices)
         unreadable = [name for name in self._trace.accepted if name not in held]
         unwritten = dict.fromkeys([*self._trace.unwritten, *self._staging.incomplete])
         return WorkerWeights(self._engine, held, tuple(self._trace.ignored), tuple(unwritten), tuple(unreadable))
 
-    def _read(self, names: Iterable[str]) -> dict[str, tuple[HeldSlice, ...]]:
-        """Read checksums, but those of replaced parameters, and of layers that are quantized: see Staging.held."""
+    def _find_readable(self, names: Iterable[str]) -> _Readable:
+        """Find where tensors are, but those of replaced parameters, and of layers that are quantized: Staging.held."""
         parameters = loadable(self._model)
         found: dict[str, list[TensorSlice]] = {}
-        sums = []
+        slices = []
         for name in names:
             copies = self._unstaged(self._trace.copies[name])
             if copies and all(_exists(copy.place, parameters) for copy in copies):
                 found[name] = [copy.slice for copy in copies]
-                for place, part in ((copy.place, copy.slice) for copy in copies):
-                    sums.append(checksum(place.view(parameters[place.parameter]), self._dtype, part))
-        numbers = iter(to_integers(sums))
-        return {name: tuple(HeldSlice(part, next(numbers)) for part in slices) for name, slices in found.items()}
+                slices += [(copy.place.view(parameters[copy.place.parameter]), copy.slice) for copy in copies]
+        return _Readable(found, Batch(slices, self._dtype), _memories(parameters))
 
     def _unstaged(self, copies: Iterable[TracedCopy]) -> list[TracedCopy]:
         return [copy for copy in copies if copy.place.parameter not in self._staging.parameters]
+
+
+def _memories(parameters: dict[str, torch.Tensor]) -> Memories:
+    return {name: (value.data_ptr(), value.untyped_storage().nbytes()) for name, value in parameters.items()}
 
 
 def _exists(place: Place, parameters: dict[str, torch.Tensor]) -> bool:

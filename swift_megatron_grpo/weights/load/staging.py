@@ -17,7 +17,8 @@ from typing import Protocol
 import torch
 
 from swift_megatron_grpo.weights.load.load_tracer import Place, TracedCopy
-from swift_megatron_grpo.weights.transport.held_weights import HeldSlice, TensorSlice, checksum, to_integers
+from swift_megatron_grpo.weights.transport.checksums import Checksums
+from swift_megatron_grpo.weights.transport.held_weights import HeldSlice, TensorSlice
 
 Target = tuple[TensorSlice, Callable[[], torch.Tensor]]  # a slice of a sent tensor, and the place that holds it
 
@@ -58,7 +59,8 @@ class Staging:
         self._missing: dict[str, set[str]] = {}  # sent tensors that a layer waits for, in this load
         self.quantized: set[str] = set()  # layers, in this load
         self._collects = False
-        self._checksums: list[tuple[str, TensorSlice, torch.Tensor]] = []
+        self._read: list[tuple[str, TensorSlice]] = []  # whose checksums this load has taken
+        self._checksums = Checksums(dtype)
 
     @property
     def incomplete(self) -> list[str]:
@@ -68,7 +70,8 @@ class Staging:
     def begin(self, collect_checksums: bool) -> None:
         self.open = {}
         self.quantized = set()
-        self._checksums = []
+        self._read = []
+        self._checksums = Checksums(self._dtype)
         self._collects = collect_checksums
         self._missing = {name: {copy.sent for copy in copies} for name, copies in self._copies.items()}
 
@@ -115,14 +118,15 @@ class Staging:
         if self._collects:
             for copy in self._copies[layer.name] if copies is None else copies:
                 held = copy.place.view(tensors[copy.place.parameter])
-                self._checksums.append((copy.sent, copy.slice, checksum(held, self._dtype, copy.slice)))
+                self._read.append((copy.sent, copy.slice))
+                self._checksums.add(held, copy.slice)
+            self._checksums.launch()
         layer.quantize(tensors)
         self.quantized.add(layer.name)
 
     def held(self) -> dict[str, list[HeldSlice]]:
         """Return the checksums that this load has collected, by the name of the sent tensor."""
         found = defaultdict[str, list[HeldSlice]](list)
-        numbers = to_integers(value for _, _, value in self._checksums)
-        for (sent, part, _), number in zip(self._checksums, numbers, strict=True):
+        for (sent, part), number in zip(self._read, self._checksums.integers(), strict=True):
             found[sent].append(HeldSlice(part, number))
         return found

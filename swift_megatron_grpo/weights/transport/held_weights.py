@@ -1,23 +1,17 @@
-"""Checksums of the tensors that an inference engine holds, in terms that engine and trainer share.
+"""The tensors that an inference engine holds, in terms that engine and trainer share.
 
-The engine's side reads its model, and the trainer's side compares the result with the tensors that it sent. An engine
-fuses, shards and stacks the tensors that it receives. A tensor's checksum is therefore a sum over its elements, each
-weighted by its position in the whole tensor: the checksums of its slices, wherever they are, add up to the tensor's.
+The engine's side reads its model, and the trainer's side compares the checksums (checksums.py) with those of the
+tensors that it sent. An engine fuses, shards and stacks the tensors that it receives, so it reports slices of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
-import torch
-
 from swift_megatron_grpo.weights.transport.buckets import contiguous_strides
-
-_CHUNK = 2**22  # elements processed at a time: their products with positions take 8 bytes each
-_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TensorSlice(NamedTuple):
@@ -69,47 +63,3 @@ class WorkerWeights:
         }
         lists = (tuple(message[name]) for name in ("ignored", "unwritten", "unreadable"))
         return cls(message["engine"], held, *lists)
-
-
-def checksum(tensor: torch.Tensor, dtype: torch.dtype, part: TensorSlice | None = None) -> torch.Tensor:
-    """Compute the checksum of the elements' bits, converted to `dtype` if their type is wider.
-
-    `part`: the slice that `tensor` is; None: it is whole. The result stays on the device: see `to_integers`.
-    """
-    part = part or TensorSlice.whole(tensor.shape)
-    if tensor.element_size() > dtype.itemsize:
-        tensor = tensor.to(dtype)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for values, positions in _chunks(tensor, part):
-        bits = values.contiguous().view(_INTEGER[values.element_size()])
-        total += (bits.to(torch.int64) * _weight(positions)).sum()
-    return total
-
-
-def to_integers(checksums: Iterable[torch.Tensor]) -> list[int]:
-    """Return checksums as integers, with one transfer from the device."""
-    on_device = list(checksums)
-    return [value % 2**64 for value in torch.stack(on_device).tolist()] if on_device else []
-
-
-def _chunks(tensor: torch.Tensor, part: TensorSlice) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield rows of the tensor, with the positions of their elements in the whole tensor."""
-    if tensor.ndim == 0:
-        tensor = tensor.view(1)
-        part = TensorSlice(part.offset, (1,), (1,))
-    rows = max(1, _CHUNK * tensor.shape[0] // max(tensor.numel(), 1))
-    for begin in range(0, tensor.shape[0], rows):
-        values = tensor[begin : begin + rows]
-        positions = torch.full((), part.offset + begin * part.strides[0], dtype=torch.int64, device=tensor.device)
-        for dimension, (length, stride) in enumerate(zip(values.shape, part.strides, strict=True)):
-            shape = [1] * values.ndim
-            shape[dimension] = length
-            positions = positions + (torch.arange(length, device=tensor.device) * stride).view(shape)
-        yield values, positions
-
-
-def _weight(positions: torch.Tensor) -> torch.Tensor:
-    """Return a pseudo-random odd weight per position: one changed element always changes the sum."""
-    mixed = positions * -7046029254386353131
-    mixed = (mixed ^ (mixed >> 29)) * -4658895280553007687
-    return (mixed ^ (mixed >> 32)) | 1

@@ -18,8 +18,9 @@ from swift_megatron_grpo.loop.checks.logprob_check import (
 )
 from swift_megatron_grpo.settings.config import SamplingConfig
 from swift_megatron_grpo.weights.load.loaded_weights import LoadedWeights
-from swift_megatron_grpo.weights.transport import held_weights
-from swift_megatron_grpo.weights.transport.held_weights import TensorSlice, checksum, to_integers
+from swift_megatron_grpo.weights.transport import checksums
+from swift_megatron_grpo.weights.transport.checksums import Checksums, checksum, to_integers
+from swift_megatron_grpo.weights.transport.held_weights import TensorSlice
 from swift_megatron_grpo.weights.verify import (
     BOUNDS,
     Bound,
@@ -38,12 +39,12 @@ BF16 = torch.bfloat16
 
 
 def number(tensor: torch.Tensor, dtype: torch.dtype = BF16, piece: TensorSlice | None = None) -> int:
-    return to_integers([checksum(tensor, dtype, piece)])[0]
+    return to_integers(checksum(tensor, dtype, piece).view(1))[0]
 
 
 @pytest.mark.parametrize("chunk", [7, 64, 2**22])
 def test_checksums_of_slices_add_up_for_any_slicing(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_weights, "_CHUNK", chunk)
+    monkeypatch.setattr(checksums, "_CHUNK", chunk)
     whole = torch.randn(6, 10, 4).to(BF16)
     for dimension, at in ((0, 2), (1, 7), (2, 1)):
         cut = [whole.narrow(dimension, 0, at), whole.narrow(dimension, at, whole.shape[dimension] - at)]
@@ -73,7 +74,7 @@ def test_wider_types_are_compared_in_the_engines_type() -> None:
     assert number(sent) == number(sent.to(BF16)) == number(sent.to(BF16).float())
     assert number(sent, torch.float32) != number(sent.to(BF16).float(), torch.float32)
     assert number(torch.tensor(1.5)) == number(torch.tensor([1.5]))
-    assert number(torch.empty(0, 4)) == 0 and to_integers([]) == []
+    assert number(torch.empty(0, 4)) == 0 and Checksums(BF16).integers() == []
 
 
 # ---- what an engine holds. The model loads like vLLM's models: fused, sharded, stacked and padded, by copies
