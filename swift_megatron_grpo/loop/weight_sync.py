@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 from swift_megatron_grpo.generation.interface import GenerationEngine
@@ -17,6 +18,10 @@ from swift_megatron_grpo.weights import verify
 from swift_megatron_grpo.weights.export.export import WeightExport
 from swift_megatron_grpo.weights.transport.held_weights import WorkerWeights
 
+# Equal checksums of all tensors prove the transfer. Export and arithmetic are the same code in every sync, and
+# log-probs, which take two forward passes, need not be scored in each.
+_SCORED_FIRST, _SCORED_EVERY = 3, 16
+
 
 class EngineHasOtherWeights(RuntimeError):
     """The engine does not run the trainer's weights, even after they were resent."""
@@ -28,8 +33,8 @@ class _Attempt:
 
     manifest: verify.Manifest | None  # None: nothing was sent, because the servers that needed weights are lost
     problems: list[verify.Problem]
-    unreadable: set[str]
-    difference: verify.Difference
+    unreadable: set[str] | None  # tensors that cannot be compared; None: no tensors were compared
+    difference: verify.Difference | None  # of log-probs; None: they were not scored
 
 
 class WeightSync:
@@ -59,6 +64,8 @@ class WeightSync:
         self._reads_back = config.sync_check != "off" and export.adapter is None
         self._specs: dict[str, verify.TensorSpec] | None = None  # of the last sync that passed
         self._usual: float | None = None  # the largest mean difference of the syncs that passed
+        self._compares_all = True  # in every sync: all tensors can be compared, as far as is known
+        self._passed = 0  # syncs since the last one that failed or had a new engine
 
     @property
     def rounding(self) -> float | None:
@@ -83,7 +90,7 @@ class WeightSync:
     def _sync(self, version: int, timer: PhaseTimer) -> dict[str, float]:
         metrics: dict[str, float] = {}
         if self._config.sync_check != "off":
-            first = self._attempt(version, timer, full=self._config.sync_check == "full" or self._specs is None)
+            first = self._attempt(version, timer, full=self._config.sync_check == "full" or self._compares_all)
             metrics = self._repeat(first, version, timer) if first.problems else self._accept(first)
         else:
             self._wake_weights(timer)
@@ -111,38 +118,43 @@ class WeightSync:
     def _load(self, version: int, timer: PhaseTimer, full: bool) -> tuple[verify.Manifest | None, bool]:
         """Send until every engine has these weights; servers may leave or join during a transfer.
 
-        Returns the manifest of the last transfer (None if nothing was sent) and whether checksums were collected: if
-        `full`, and always for a new engine.
+        Returns the manifest of the last transfer (None if nothing was sent) and whether its checksums were
+        collected: if `full`, and always for a new engine.
         """
         manifest = None
         with timer("weight_sync"):
             while self._any_needs_weights(version):
-                full = self._reads_back and (full or any(self._coordinator.all_gather(self._engine.is_new)))
+                if any(self._coordinator.all_gather(self._engine.is_new)):
+                    full, self._passed = True, 0
+                full = self._reads_back and full
                 manifest = verify.Manifest(self._config.torch_dtype if full else None)
                 self._residency.for_weight_sync()
                 self._engine.load_weights(
                     manifest.record(self.export()), version, self.export.adapter, collect_checksums=full
                 )
-        return manifest, full
+        return manifest, full and manifest is not None
 
     def _attempt(self, version: int, timer: PhaseTimer, full: bool) -> _Attempt:
         """Send and check, again if all servers were lost during the check and have to come back first."""
         while True:
             self._wake_weights(timer)
             manifest, full = self._load(version, timer, full)
+            is_scored = not full or self._scores_next
             with timer("sync_check"):
-                scores = self._engine.start_scoring(self.canary.text)  # servers compute theirs meanwhile
-                expected = self.canary.logprobs()  # here, while the policy is on the GPU
+                differences_of_logprobs = self._start_scoring() if is_scored else None
             self._wake_cache(timer)
             with timer("sync_check"):
                 problems = list[verify.Problem]()
-                unreadable = set[str]()
+                unreadable = None
                 if manifest is not None:
                     problems += self._export_problems(manifest)
                     if full:
-                        of_tensors, unreadable = self._tensor_problems(manifest, self._held_weights())
+                        held = self._held_weights()
+                        of_tensors, unreadable = self._tensor_problems(manifest, held)
                         problems += of_tensors
-                differences = self._logprob_differences(expected, scores)
+                        if differences_of_logprobs is None and any(held):
+                            return _Attempt(manifest, problems, unreadable, None)
+                differences = {} if differences_of_logprobs is None else differences_of_logprobs()
             if differences:
                 bound = self._bound
                 beyond = {place: value for place, value in differences.items() if bound.exceeded(value, self._usual)}
@@ -152,11 +164,24 @@ class WeightSync:
             self._log.warning(f"every server with weights {version} was lost during the check; they are sent again")
             full = True  # the next servers are new
 
+    def _start_scoring(self) -> Callable[[], dict[str, verify.Difference]]:
+        """Return a function that returns the difference of every engine's log-probs from the trainer's."""
+        scores = self._engine.start_scoring(self.canary.text)  # servers compute theirs meanwhile
+        expected = self.canary.logprobs()  # here, while the policy is on the GPU
+        return partial(self._logprob_differences, expected, scores)
+
+    @property
+    def _scores_next(self) -> bool:
+        """Return True if log-probs are scored even if the checksums of all tensors are equal."""
+        is_due = self._passed < _SCORED_FIRST or self._passed % _SCORED_EVERY == 0
+        return is_due or self._config.sync_check == "full" or not self._compares_all
+
     def _repeat(self, first: _Attempt, version: int, timer: PhaseTimer) -> dict[str, float]:
         # Held weights of the failed sync; the second manifest shows what they should have been.
         held = self._held_weights() if self._reads_back else []
         self._engine.invalidate_weights()
         self._engine.sleep()
+        self._passed = 0
         second = self._attempt(version, timer, full=True)
         problems = first.problems
         if self._reads_back and second.manifest is not None:
@@ -185,25 +210,32 @@ class WeightSync:
         )
 
     def _accept(self, attempt: _Attempt) -> dict[str, float]:
-        difference = attempt.difference
+        self._passed += 1
         if attempt.manifest is not None:
             if self._specs is None:
-                tensors = len(attempt.manifest.specs)
-                repacked = f", except {len(attempt.unreadable)} that it has repacked" if attempt.unreadable else ""
-                quantized = (
-                    "" if self._config.rollout_quantization == "none" else ", before it quantized its linear layers"
-                )
-                holds = f"holds all {tensors} tensors bit for bit as they were sent{repacked}{quantized}"
-                runs = f"runs the adapter of {tensors} tensors"
-                image = "" if self.canary.text.image is None else " with an image"
-                self._log.info(
-                    f"first weight sync: vLLM {holds if self._reads_back else runs}; its log-probs of a fixed text of "
-                    f"{len(self.canary.tokens)} tokens{image} differ from the trainer's by {difference.mean:.2g} on "
-                    f"average, at most by {difference.max:.2g}"
-                )
+                self._log_first(attempt.manifest, attempt)
             self._specs = attempt.manifest.specs
+        if attempt.unreadable is not None:
+            self._compares_all = not attempt.unreadable and self._config.rollout_quantization == "none"
+        if (difference := attempt.difference) is None:
+            return {}
         self._usual = max(difference.mean, self._usual or 0.0)
         return {"sync_check/mean_diff": difference.mean, "sync_check/max_diff": difference.max}
+
+    def _log_first(self, manifest: verify.Manifest, attempt: _Attempt) -> None:
+        difference = attempt.difference
+        assert difference is not None, "the first sync is scored"
+        tensors = len(manifest.specs)
+        repacked = f", except {len(attempt.unreadable)} that it has repacked" if attempt.unreadable else ""
+        quantized = "" if self._config.rollout_quantization == "none" else ", before it quantized its linear layers"
+        holds = f"holds all {tensors} tensors bit for bit as they were sent{repacked}{quantized}"
+        runs = f"runs the adapter of {tensors} tensors"
+        image = "" if self.canary.text.image is None else " with an image"
+        self._log.info(
+            f"first weight sync: vLLM {holds if self._reads_back else runs}; its log-probs of a fixed text of "
+            f"{len(self.canary.tokens)} tokens{image} differ from the trainer's by {difference.mean:.2g} on average, "
+            f"at most by {difference.max:.2g}"
+        )
 
     # ---- problems: collective over ranks, with the same result on each
 
@@ -222,16 +254,17 @@ class WeightSync:
             )
         return problems
 
-    def _held_weights(self) -> list[WorkerWeights]:
-        """Return what all workers of the engines that this rank queries hold."""
-        gathered = self._coordinator.all_gather_or_raise(self._engine.held_weights, "reading weights back")
-        engines = {worker.engine for worker in gathered[self._coordinator.rank]}
-        return [worker for workers in gathered for worker in workers if worker.engine in engines]
+    def _held_weights(self) -> list[list[WorkerWeights]]:
+        """Return what the workers hold that each rank has queried."""
+        return self._coordinator.all_gather_or_raise(self._engine.held_weights, "reading weights back")
 
     def _tensor_problems(
-        self, manifest: verify.Manifest, held_weights: Iterable[WorkerWeights]
+        self, manifest: verify.Manifest, held: Sequence[Sequence[WorkerWeights]]
     ) -> tuple[list[verify.Problem], set[str]]:
-        compared = verify.compare_with_sent(manifest.specs, manifest.checksums(), held_weights)
+        """Compare all workers of the engines that this rank has queried."""
+        engines = {worker.engine for worker in held[self._coordinator.rank]}
+        workers = [worker for worker in chain.from_iterable(held) if worker.engine in engines]
+        compared = verify.compare_with_sent(manifest.specs, manifest.checksums(), workers)
         problems, unreadable = zip(*self._coordinator.all_gather(compared), strict=True)
         return list(chain.from_iterable(problems)), set().union(*unreadable)
 

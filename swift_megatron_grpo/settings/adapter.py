@@ -31,11 +31,14 @@ class Adapter(Flags):
     sync_check: SyncCheckMode = flag(
         "canary",
         "Verification, after every weight sync, that vLLM runs the trained weights. canary: the names and shapes of "
-        "the tensors that were sent equal those of the previous sync, and trainer and vLLM agree on the log-probs of a "
-        "fixed text up to rounding; the first sync of a run is verified as with full. full: a checksum of every tensor "
-        "is also verified. A sync that fails is repeated once; if it fails again, the run stops and names the tensors "
-        "that differ. off: no verification. With --vllm_enable_lora true no checksum is verified, not even in the "
-        "first sync: vLLM must have a module for each of the adapter's, and the log-probs must agree. Default: canary.",
+        "the tensors that were sent equal those of the previous sync, and vLLM holds every tensor with the checksum "
+        "that it was sent with; trainer and vLLM agree on the log-probs of a fixed text up to rounding in the first "
+        "three syncs of a run, after a failed sync or for a new engine in three more, and in every 16th. If vLLM "
+        "quantizes its weights (--rollout_quantization) or computes some from what is sent, log-probs are verified in "
+        "every sync and checksums in the first. full: both in every sync. A sync that fails is repeated once; if it "
+        "fails again, the run stops and names the tensors that differ. off: no verification. With --vllm_enable_lora "
+        "true no checksum is verified, not even in the first sync: vLLM must have a module for each of the adapter's, "
+        "and the log-probs must agree in every sync. Default: canary.",
     )
     rollout_quantization: Quantization = flag(
         "none",

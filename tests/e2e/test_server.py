@@ -128,7 +128,8 @@ def test_numbers_of_two_servers_match_colocate_although_one_is_killed(
         assert (
             " tensors bit for bit as they were sent; its log-probs of a fixed text of 128 tokens differ" in run.output
         )
-        assert all(step["sync_check/max_diff"] < 1e-5 for step in run.log)
+        scored = [step["sync_check/max_diff"] for step in run.log if "sync_check/max_diff" in step]
+        assert len(scored) >= 3 and max(scored) < 1e-5
     assert "--sleep_level: without effect with --vllm_mode server" in remote.output
     assert "weights 1 sent to 2 servers" in remote.output
     assert killed and "is lost: " in remote.output and "1 of 2 remain" in remote.output

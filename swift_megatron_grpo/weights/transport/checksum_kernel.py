@@ -18,7 +18,7 @@ import triton.language as tl
 from swift_megatron_grpo.weights.transport.held_weights import TensorSlice
 
 _TILES = {True: (1, 4096), False: (64, 64)}  # rows and columns that a program reads at a time, by "of one row"
-_STEPS = 16  # tiles of a program, one beside the other
+_STEPS = 16  # neighbouring tiles that a program reads
 _INTEGERS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}  # by bytes of an element
 _FIRST, _SECOND = tl.constexpr(-7046029254386353131), tl.constexpr(-4658895280553007687)  # factors of a weight
 _FIELDS = tl.constexpr(11)  # of a block, the number of programs of the blocks before it, and of its own

@@ -152,8 +152,8 @@ function syncSection(runs, shown) {
   const values = runs[0].training.values;
   const syncs = known(values["sync_check/mean_diff"]);
   if (!syncs.length) return drawn;
-  const text = `Each of these ${syncs.length} weight syncs was verified: trainer and vLLM agree on the log-probs of a fixed text `
-    + `to ${short(Math.max(...syncs))} on average per token at most. A sync that fails twice ends the run.`;
+  const text = `Every weight sync was verified. In ${syncs.length} of them trainer and vLLM also agree on the log-probs of a fixed `
+    + `text, to ${short(Math.max(...syncs))} on average per token at most. A sync that fails twice ends the run.`;
   return [node("div", { class: "card" }, node("h3", {}, "Proof after a sync"), node("p", { class: "small" }, text)), ...drawn];
 }
 
