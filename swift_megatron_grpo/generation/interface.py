@@ -92,8 +92,8 @@ class GenerationEngine(Protocol):
         """True while the engine, or any of its replicas, has not completed a checksummed load."""
 
     @property
-    def has_vision_tower(self) -> bool:
-        """True if the engine, or any of its replicas, holds image, video or audio parts of the model."""
+    def held_media(self) -> frozenset[str]:
+        """The kinds of media (image, video, audio) for which the engine, or any of its replicas, holds a part."""
 
     def needs_weights(self, version: int) -> bool:
         """Return True if the engine, or any of its replicas, runs weights of another version."""

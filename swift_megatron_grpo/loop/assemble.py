@@ -52,7 +52,7 @@ from swift_megatron_grpo.training.reference import (
 )
 from swift_megatron_grpo.types import Prompt
 from swift_megatron_grpo.weights.export.export import WeightExport
-from swift_megatron_grpo.weights.export.kept_tensors import vision_tower_prefixes
+from swift_megatron_grpo.weights.export.kept_tensors import prefixes_without
 
 _SPARE_SEED = 1_000_000  # added to the data seed; far from the seeds of later epochs
 
@@ -171,9 +171,9 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, fi
     sync = None
     if generation is not None:
         adapter_only = (config.engine if config.server is None else config.server).lora_rank is not None
-        towers = vision_tower_prefixes(models.unwrapped[0].config)
-        held = bool(towers) and any(run.coordinator.all_gather(generation.has_vision_tower))
-        export = WeightExport(models.bridge, models.unwrapped, adapter_only, left_out=() if held else towers)
+        held = frozenset[str]().union(*run.coordinator.all_gather(generation.held_media))
+        left_out = prefixes_without(held, models.unwrapped[0].config)
+        export = WeightExport(models.bridge, models.unwrapped, adapter_only, left_out)
         sync = WeightSync(config.adapter, generation, residency, export, canary, run.coordinator, run.logger)
     dump, earlier = _dump(config, run, first_new_rollout)
     return Stages(

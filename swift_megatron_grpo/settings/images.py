@@ -97,4 +97,5 @@ class Images(Flags):
 
 
 def _vision(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    return config.get("vision_config") or {}
+    thinker = config.get("thinker_config", config)  # of a Qwen-Omni
+    return thinker.get("vision_config") or {}

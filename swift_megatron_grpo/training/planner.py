@@ -13,6 +13,7 @@ from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count,
 from swift_megatron_grpo.packing.routing import layers_with_experts
 from swift_megatron_grpo.packing.segments import groups_of
 from swift_megatron_grpo.runtime.parallel import RankPosition
+from swift_megatron_grpo.training.vision_tower import thinker_config
 from swift_megatron_grpo.types import Sample
 
 
@@ -95,7 +96,7 @@ class Planner:
         """Return the FLOPs of the images of each sample, as if it did not share them with others of its micro batch."""
         if share == 0 or not any(sample.images for sample in samples):
             return None
-        vision_tower = _vision_tower_flops(self._config.hf_config.vision_config)
+        vision_tower = _vision_tower_flops(thinker_config(self._config.hf_config).vision_config)
         shown = [[placed.image.grid for placed in sample.images] for sample in samples]
         # A tile attends to itself alone, and an image without tiles is one.
         return [

@@ -35,6 +35,11 @@ def language_model(model: torch.nn.Module) -> GPTModel:
     return model.language_model if isinstance(model, MultimodalGPTModel) else model
 
 
+def thinker_config(config: Any) -> Any:
+    """Return the part of transformers' config that describes language model and towers; Qwen-Omni nests it."""
+    return config.thinker_config if hasattr(config, "thinker_config") else config
+
+
 def guard_vision_towers(models: Iterable[torch.nn.Module]) -> None:
     for model in models:
         towers: Any = model.visual if is_composite(model) else None
@@ -70,7 +75,7 @@ class VisionTowerGuard:
             embed = self._upstream if self._trained and torch.is_grad_enabled() else of_text
             return embed(inputs_embeds, input_ids=input_ids, **others)
         # To upstream, only tokens of these images are placeholders; sampled ones are embedded as words already.
-        marks = torch.where(packed_images.mask, towers.hf_config.image_token_id, 0)
+        marks = torch.where(packed_images.mask, thinker_config(towers.hf_config).image_token_id, 0)
         nothing = inputs_embeds.new_zeros(0)  # in place of pixels and grids: the rows are there
         row, *deep = self._rows_of(packed_images.shown)
         output = SimpleNamespace(pooler_output=row, deepstack_features=deep)  # with the names of transformers

@@ -103,6 +103,26 @@ def test_a_resumed_run_matches_an_uninterrupted_one(folder: Path, qwen3_5: Path,
     }
 
 
+def test_a_server_of_an_omni_model_gets_the_parts_that_it_holds(folder: Path, dataset: Path) -> None:
+    """With limits of 0 for images and videos, it holds the audio part."""
+    model = make_model(folder / "hearing", "qwen3_omni_moe")
+    limits = ["--vllm_limit_mm_per_prompt", '{"image": 0, "video": 0}']
+    server = RolloutServer(model, folder / "hearing.txt", limits).start()
+    try:
+        remote = ["--vllm_mode", "server", "--vllm_server_base_url", server.wait().url]
+        run = megatron_rlhf(model, dataset, folder / "heard", 1, [*FP32, *remote], {API_KEY_VARIABLE: KEY})
+    finally:
+        server.stop()
+    assert run.code == 0, run.output[-4000:]
+    held = [
+        name
+        for name in load_file(model / "model.safetensors")
+        if name.startswith(("thinker.model.", "thinker.lm", "thinker.audio"))
+    ]
+    assert any("audio" in name for name in held)
+    assert f"vLLM holds all {len(held)} tensors bit for bit" in run.output
+
+
 @pytest.mark.parametrize("towers", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_server_gets_the_towers_if_it_holds_them(folder: Path, dataset: Path, towers: bool) -> None:
     """With a mixture of experts, whose checkpoint has all experts of a layer in one tensor."""

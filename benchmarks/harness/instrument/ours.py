@@ -96,7 +96,7 @@ class Canned:
 
     memory_to_wake = 0
     is_new = False
-    has_vision_tower = False
+    held_media = frozenset[str]()
 
     def __init__(self, template: Template, canned: Any) -> None:
         from torch.distributed import get_rank

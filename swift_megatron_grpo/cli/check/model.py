@@ -15,7 +15,7 @@ from transformers.models.auto import modeling_auto as auto
 from swift_megatron_grpo.arguments.refused import OMNI
 from swift_megatron_grpo.cli.estimate.activations import Decoder, VisionTower
 from swift_megatron_grpo.cli.estimate.parameters import Part, Tensor, tensors_of
-from swift_megatron_grpo.generation.protocol.model_identity import language_config, read_model_config
+from swift_megatron_grpo.generation.protocol.model_identity import language_config, media_config, read_model_config
 from swift_megatron_grpo.packing.flops import DeltaNets, FlopsModel
 from swift_megatron_grpo.settings.layout import why_repeated
 
@@ -63,7 +63,9 @@ def read_model(folder: str | Path) -> Model:
         cached=cached_channels(text, decoder),
         key_heads=1 if "kv_lora_rank" in text else text.get("num_key_value_heads") or text["num_attention_heads"],
         repeats_prompts=why_repeated(text) is not None,
-        vision_tower=vision_tower_of(config["model_type"], config.get("vision_config") or {}, decoder.hidden),
+        vision_tower=vision_tower_of(
+            config["model_type"], media_config(config).get("vision_config") or {}, decoder.hidden
+        ),
     )
 
 

@@ -89,8 +89,8 @@ class LocalVllm:
         return self._loaded_weights.is_new
 
     @property
-    def has_vision_tower(self) -> bool:
-        return images.has_vision_tower(self._engine.engine.model_config)
+    def held_media(self) -> frozenset[str]:
+        return images.held_media(self._engine.engine.model_config)
 
     def needs_weights(self, version: int) -> bool:
         return self._weights_version != version

@@ -23,7 +23,7 @@ from swift_megatron_grpo.packing.expert_rows import decode_rows, encode_rows
 from swift_megatron_grpo.types import ExpertRows
 
 T = TypeVar("T")
-PROTOCOL = 14  # increased by every change that is not compatible
+PROTOCOL = 15  # increased by every change that is not compatible
 NO_WEIGHTS = -1  # version of a server that has the checkpoint's weights, or newer ones only in part
 RUN_HEADER = "X-GRPO-Run"  # the name of the run that sends a request; the status shows it
 RUN_SECRET_HEADER = "X-GRPO-Run-Secret"  # proves that the request is from that run; no server reports it
@@ -171,7 +171,7 @@ class ServerStatus:
     max_logprobs: StrictInt  # log-probs that it returns per token; -1: for the whole vocabulary
     enable_lora: StrictBool
     max_lora_rank: StrictInt
-    has_vision_tower: StrictBool  # it holds image, video or audio parts, so weights for them have to be sent
+    held_media: tuple[str, ...]  # image, video, audio: it holds the parts of the model for these, which have to be sent
     images_per_prompt: StrictInt  # that it accepts; 0: none
     quantization: str  # its --rollout_quantization
     returns_experts: StrictBool  # it can report which experts its routers choose

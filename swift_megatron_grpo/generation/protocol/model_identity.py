@@ -30,6 +30,12 @@ def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return dict(config)
 
 
+def media_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a config.json that describes the image and audio parts; Qwen-Omni nests it."""
+    part: Mapping[str, Any] = config.get("thinker_config", config)
+    return part
+
+
 def position_identity(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return how positions are scaled, which a run may change (--rope_scaling)."""
     text = language_config(config)

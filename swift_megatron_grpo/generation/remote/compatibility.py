@@ -11,6 +11,11 @@ from swift_megatron_grpo.weights.load.quantization import mismatch
 
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 _SEVERAL_SAMPLES = ("thinking_tips_scheduler",)  # schedulers that return several samples per request
+# Parts of a model, the kinds of media that they embed, and the limits with which vLLM leaves them out.
+_PARTS = (
+    ("image and video part", {"image", "video"}, """{"image": 0, "video": 0}"""),
+    ("audio part", {"audio"}, """{"audio": 0}"""),
+)
 _PLUGIN_HINT = "and --external_plugins with the file that registers whatever is not part of ms-swift"
 
 
@@ -113,12 +118,13 @@ def conflicts_between(statuses: Mapping[str, ServerStatus]) -> list[str]:
         conflicts += [
             f"the rollout servers have different multi-turn flags; start all of them with the same ones ({listed})"
         ]
-    if len({status.has_vision_tower for status in statuses.values()}) > 1:
-        holding = ", ".join(url for url, status in statuses.items() if status.has_vision_tower)
-        conflicts += [
-            f"some rollout servers hold the image and video parts of the model ({holding}) and others do not; start "
-            """all of them with --vllm_limit_mm_per_prompt '{"image": 0, "video": 0}', or all without"""
-        ]
+    for part, kinds, limits in _PARTS:
+        holding = [url for url, status in statuses.items() if kinds & {*status.held_media}]
+        if 0 < len(holding) < len(statuses):
+            conflicts += [
+                f"some rollout servers hold the {part} of the model ({', '.join(holding)}) and others do not; start "
+                f"all of them with --vllm_limit_mm_per_prompt '{limits}', or all without"
+            ]
     return conflicts
 
 

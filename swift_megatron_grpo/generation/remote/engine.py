@@ -100,11 +100,12 @@ class RemoteVllm:
         return any(server.is_new for server in self._recipients)
 
     @property
-    def has_vision_tower(self) -> bool:
-        """True if any server holds the vision tower; always False on ranks other than 0."""
-        return self._events is not None and any(
-            server.status.has_vision_tower for server in self._servers.all if server.status is not None
-        )
+    def held_media(self) -> frozenset[str]:
+        """The kinds of media for which any server holds a part of the model; on ranks other than 0 always none."""
+        if self._events is None:
+            return frozenset()
+        statuses = [server.status for server in self._servers.all if server.status is not None]
+        return frozenset(kind for status in statuses for kind in status.held_media)
 
     def needs_weights(self, version: int) -> bool:
         """Return True if any server needs these weights. Servers that come later have to wait for the next transfer."""

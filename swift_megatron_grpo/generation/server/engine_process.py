@@ -251,7 +251,7 @@ class EngineCommands:
                 "max_model_len": model.max_model_len,
                 "max_num_seqs": config.scheduler_config.max_num_seqs,
                 "max_logprobs": model.max_logprobs,
-                "has_vision_tower": images.has_vision_tower(model),
+                "held_media": sorted(images.held_media(model)),
                 "images_per_prompt": images.images_per_prompt(model),
                 "model": model_identity(values) | position_identity(values) | precision_identity(model.dtype),
             },

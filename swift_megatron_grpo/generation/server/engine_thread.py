@@ -31,7 +31,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
 from swift_megatron_grpo.generation.vllm.fast_outputs import speed_up_decoding
-from swift_megatron_grpo.generation.vllm.images import has_vision_tower
+from swift_megatron_grpo.generation.vllm.images import held_media
 
 T = TypeVar("T")
 Command = tuple[Future[Any], Callable[[LLMEngine], Any]]
@@ -74,7 +74,7 @@ class EngineThread:
         context, silent = UsageContext.ENGINE_CONTEXT, arguments.disable_log_stats
         config = arguments.create_engine_config(context)
         parallel = config.parallel_config
-        if parallel.world_size * parallel.data_parallel_size == 1 and not has_vision_tower(config.model_config):
+        if parallel.world_size * parallel.data_parallel_size == 1 and not held_media(config.model_config):
             return EngineThread(config, log_stats=not silent)
         return AsyncLLM.from_vllm_config(config, usage_context=context, disable_log_stats=silent)
 

@@ -1,4 +1,4 @@
-"""Detects whether an engine holds the image, video and audio parts of its model, and counts the tokens of images."""
+"""Detects which of the image, video and audio parts of its model an engine holds, and counts the tokens of images."""
 
 from typing import Any
 
@@ -6,10 +6,20 @@ from swift.infer_engine import GRPOVllmEngine
 from swift.template import Template
 
 from swift_megatron_grpo.data.images import open_no_path_in_text
+from swift_megatron_grpo.generation.protocol.model_identity import media_config
 
 
-def has_vision_tower(model_config: Any) -> bool:
-    """Return True unless the model is a text model, or vLLM left the vision tower out: all limits on media are 0."""
+def held_media(model_config: Any) -> frozenset[str]:
+    """Return the kinds of media that a prompt may have; vLLM leaves out the parts of the model for others."""
+    if not _embeds_media(model_config):
+        return frozenset()
+    hears = "audio_config" in media_config(model_config.hf_config.to_dict())
+    kinds = ("image", "video", "audio") if hears else ("image", "video")
+    return frozenset(kind for kind in kinds if model_config.multimodal_config.get_limit_per_prompt(kind) > 0)
+
+
+def _embeds_media(model_config: Any) -> bool:
+    """Return True unless the model is a text model, or all limits on the media that it takes are 0."""
     if not model_config.is_multimodal_model:
         return False
     if hasattr(model_config, "supports_multimodal_inputs"):
@@ -21,7 +31,7 @@ def has_vision_tower(model_config: Any) -> bool:
 
 def images_per_prompt(model_config: Any) -> int:
     """Return how many images a prompt may have; 0 if the engine takes none."""
-    if not has_vision_tower(model_config):
+    if "image" not in held_media(model_config):
         return 0
     return int(model_config.multimodal_config.get_limit_per_prompt("image"))
 

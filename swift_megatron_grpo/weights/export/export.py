@@ -43,8 +43,8 @@ class AdaptedModules:
 class WeightExport:
     """Exports the same weights in every weight sync.
 
-    `adapter_only`: the adapter's weights, without the base. `left_out`: name prefixes of a frozen vision tower that
-    no engine holds.
+    `adapter_only`: the adapter's weights, without the base. `left_out`: name prefixes of frozen image, video or audio
+    parts that no engine holds.
     """
 
     def __init__(

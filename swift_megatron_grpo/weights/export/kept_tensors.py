@@ -8,6 +8,7 @@ alone: without generation_config.json, vLLM and transformers would sample with o
 
 import re
 import shutil
+from collections.abc import Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,12 +27,26 @@ def vision_tower_prefixes(config: ModelConfig) -> tuple[str, ...]:
     Models that were released before transformers 4.52 have other names in checkpoints than in transformers:
     hf_state_dict_mapping has pairs of the two.
     """
+    return tuple(_towers(config))
+
+
+def prefixes_without(held: Set[str], config: ModelConfig) -> tuple[str, ...]:
+    """Return the prefixes of the parts that embed none of these kinds of media (image, video, audio)."""
+    return tuple(prefix for prefix, kinds in _towers(config).items() if not kinds & held)
+
+
+def _towers(config: ModelConfig) -> dict[str, frozenset[str]]:
+    """Return the kinds of media that each of these parts embeds, by its prefix."""
     towers = config.model_meta.visual_cls
     if towers is None:
-        return ()
+        return {}
+    kinds = {
+        name: frozenset(("audio",) if module == "audio_tower" else ("image", "video"))
+        for name, module in towers.module_mapping.items()
+    }
     released = config.model_meta.bridge_cls.hf_state_dict_mapping
-    aliases = [old for old, new in released.items() if new in towers.module_mapping]
-    return tuple(f"{name}." for name in (*towers.module_mapping, *aliases))
+    kinds |= {old: kinds[new] for old, new in released.items() if new in kinds}
+    return {f"{name}.": embedded for name, embedded in kinds.items()}
 
 
 def is_copy_of_embedding(name: str, config: ModelConfig) -> bool:

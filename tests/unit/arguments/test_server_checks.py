@@ -93,7 +93,7 @@ def status(**changes: Any) -> ServerStatus:
     usual: dict[str, Any] = {
         "plugin": "1.0", "protocol": PROTOCOL, "instance": "x", "run": None, "weights_version": -1, "world_size": 1,
         "max_model_len": 300, "max_num_seqs": 8, "max_logprobs": 20, "enable_lora": False, "max_lora_rank": 16,
-        "has_vision_tower": False,
+        "held_media": (),
         "images_per_prompt": 0,
         "quantization": "none",
         "returns_experts": False,

@@ -42,8 +42,12 @@ def test_a_limit_below_the_images_of_a_row_is_refused() -> None:
 
 def of_vision(vision: dict[str, Any], layout: Layout, **typed: Any) -> str:
     shape = ModelShape("m", None, None, None, 12, None, None)
-    facts = Facts(layout, {"vision_config": vision}, shape, DataShape(1))
-    return "\n".join(of(Images, **typed).faults(facts))
+    of_vl, of_omni = {"vision_config": vision}, {"thinker_config": {"vision_config": vision}}
+    [one, other] = [
+        "\n".join(of(Images, **typed).faults(Facts(layout, config, shape, DataShape(1)))) for config in (of_vl, of_omni)
+    ]
+    assert one == other
+    return one
 
 
 def test_vllm_divides_the_heads_of_the_vision_tower() -> None:

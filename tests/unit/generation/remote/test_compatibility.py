@@ -55,12 +55,15 @@ def test_all_servers_of_a_run_must_have_the_same_settings() -> None:
 
 
 def test_servers_that_are_alike_are_accepted() -> None:
-    holding = status(has_vision_tower=True)
-    assert (
-        conflicts_between({"http://a": holding, "http://b": holding}) == conflicts_between({"http://a": holding}) == []
-    )
+    """A limit of 0 for videos alone changes no part of the model."""
+    one, other = status(held_media=("image", "video")), status(held_media=("image",))
+    assert conflicts_between({"http://a": one, "http://b": other}) == conflicts_between({"http://a": one}) == []
 
 
 def test_servers_that_differ_are_refused_with_the_flag() -> None:
-    [problem] = conflicts_between({"http://a": status(has_vision_tower=True), "http://b": status()})
+    [problem] = conflicts_between(
+        {"http://a": status(held_media=("image", "audio")), "http://b": status(held_media=("audio",))}
+    )
     assert "(http://a)" in problem and """--vllm_limit_mm_per_prompt '{"image": 0, "video": 0}'""" in problem
+    [problem] = conflicts_between({"http://a": status(), "http://b": status(held_media=("audio",))})
+    assert "audio part of the model (http://b)" in problem and """'{"audio": 0}'""" in problem

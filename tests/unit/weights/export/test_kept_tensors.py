@@ -13,7 +13,7 @@ from mcore_bridge.model.mm_gpts.qwen import Qwen2_5Omni_Vit
 from mcore_bridge.model.mm_gpts.qwen3_omni import Qwen3Omni_Vit
 from safetensors.torch import save_file
 
-from swift_megatron_grpo.weights.export.kept_tensors import keep_untrained_tensors
+from swift_megatron_grpo.weights.export.kept_tensors import keep_untrained_tensors, prefixes_without
 
 TRAINED, VISION_TOWER = "model.language_model.layers.0.mlp.weight", "model.visual.blocks.0.weight"
 OTHERS = {"model.rotary_emb.inv_freq"}  # copied only if the user asks for every missing tensor
@@ -105,6 +105,22 @@ def test_parts_that_speak_are_saved_by_mcore_bridge_or_as_untrained(source: str,
         bridge.save_weights(None, "out")
         assert sorted(bridge.saved) == sorted([TRAINED, *parts])
         assert note is None if not added else str(note).startswith(f"{len(added)} tensors of the checkpoint are not")
+
+
+def test_parts_are_left_out_by_the_media_that_they_embed() -> None:
+    omni, older = config(), config()
+    omni.model_meta.visual_cls = Qwen3Omni_Vit
+    seeing, hearing = "thinker.visual.", "thinker.audio_tower."
+    assert {*prefixes_without(frozenset(), omni)} == {seeing, hearing}
+    for held, left_out in (({"image"}, hearing), ({"video", "image"}, hearing), ({"audio"}, seeing)):
+        assert prefixes_without(held, omni) == (left_out,)
+    assert prefixes_without({"video", "audio"}, omni) == ()
+    older.model_meta.bridge_cls.hf_state_dict_mapping = OLDER_NAMES
+    assert (
+        prefixes_without({"audio"}, older) == ("model.visual.", "visual.") and prefixes_without({"image"}, older) == ()
+    )
+    older.model_meta.visual_cls = None
+    assert prefixes_without(frozenset(), older) == ()
 
 
 def test_a_model_without_such_tensors_is_saved_as_ever(tmp_path: Path) -> None:
