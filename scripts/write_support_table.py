@@ -22,6 +22,7 @@ from swift_megatron_grpo.arguments.refused import (
     READ_WITH,
     REFUSED_COMPOSITE,
     REFUSED_TEXT,
+    TAKES_IMAGES,
     TEXT,
     WITHOUT_ENGINE,
     Refusal,
@@ -76,7 +77,9 @@ def types_table() -> str:
     )
     states |= {name: f"trained: mcore-bridge reads it as a {base}" for name, base in READ_AS.items()}
     states |= dict.fromkeys(COMPOSITE, "trained: text and images")
-    states |= dict.fromkeys(OMNI, "trained: text; rows with images, videos or audio are refused")
+    for name in OMNI:
+        seen, refused = ("text and images", "videos") if name in TAKES_IMAGES else ("text", "images, videos")
+        states[name] = f"trained: {seen}; rows with {refused} or audio are refused"
     states |= {name: f"refused: {why}" for name, why in {**REFUSED_TEXT, **REFUSED_COMPOSITE}.items()}
     rows = [
         f"| {', '.join(f'`{name}`' for name, its in states.items() if its == state)} | {state} |"

@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 from swift.megatron.arguments import MegatronRLHFArguments
 from swift.utils import get_dist_setting
 
-from swift_megatron_grpo.arguments.refused import OMNI
+from swift_megatron_grpo.arguments.refused import TAKES_IMAGES
 from swift_megatron_grpo.data.evaluation_sets import names_of
 from swift_megatron_grpo.generation.protocol.model_identity import language_config, read_model_config
 from swift_megatron_grpo.grading.rewards import gym_reward
@@ -77,7 +77,7 @@ class DerivedArguments(AddedFlags):
     @property
     def takes_images(self) -> bool:
         """True if rows with images are trained."""
-        return bool(self.is_multimodal) and self.model_config["model_type"] not in OMNI
+        return bool(self.is_multimodal) and self.model_config["model_type"] in TAKES_IMAGES
 
     @property
     def _model_folder(self) -> Path:

@@ -90,8 +90,7 @@ def check_composite(model: str, config: Mapping[str, Any], frozen: tuple[bool, b
     if config["model_type"] in OMNI and not (frozen[1] and frozen[2]):
         flag = "freeze_aligner" if frozen[1] else "freeze_vit"
         raise ValueError(
-            f"--{flag} false: of a {config['model_type']} only the language model is trained, on rows of text; use "
-            f"--{flag} true"
+            f"--{flag} false: of a {config['model_type']} only the language model is trained; use --{flag} true"
         )
     kind = language_config(config)["model_type"]
     if config["model_type"] == "internvl" and kind not in INTERNVL_LANGUAGES:

@@ -7,6 +7,7 @@ import os
 import torch
 
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
+from swift_megatron_grpo.arguments.refused import OMNI
 from swift_megatron_grpo.generation.protocol.api_key import read_api_key
 from swift_megatron_grpo.generation.protocol.model_identity import model_identity, position_identity, precision_identity
 from swift_megatron_grpo.settings import adapter, asynchronous, batches, config, images, positions, routing, time_limits
@@ -69,7 +70,7 @@ def _saved_parts(args: GRPOArguments) -> config.SavedParts:
 def _engine(args: GRPOArguments, plan: batches.BatchSizes) -> config.VllmConfig:
     completions_per_engine = -(-plan.generation_batch_size // plan.layout.world_size) * args.vllm_tensor_parallel_size
     media = {"image": args.most_images, "video": 0}  # vLLM builds no vision tower without images
-    media |= {} if args.takes_images else {"audio": 0}  # a limit of the Omni types alone
+    media |= {"audio": 0} if args.model_config["model_type"] in OMNI else {}  # no other type has this limit
     return config.VllmConfig.of(
         vars(args),
         vllm_max_num_seqs=args.vllm_max_num_seqs or completions_per_engine,

@@ -14,6 +14,7 @@ from datasets import Dataset, concatenate_datasets
 from swift.template import Template
 
 from swift_megatron_grpo.data.checks import refuse_rows, row_name
+from swift_megatron_grpo.data.image_formats import placeholder_texts
 from swift_megatron_grpo.data.image_reader import ImageReader
 from swift_megatron_grpo.data.images import (
     MAX_BYTES,
@@ -73,7 +74,7 @@ def read_images(dataset: Any, template: Any, takes_images: bool, sent: bool) -> 
     if not takes_images:
         return [ImagesOfRow(0)] * len(dataset)
     reader = ImageReader(template)
-    written = [template.processor.image_token, template.processor.video_token]
+    written = placeholder_texts(template.processor)
     return _on_all_ranks(lambda row: check_row(dataset[row], reader, written, sent), len(dataset))
 
 

@@ -94,10 +94,16 @@ class Patches(ImageFormat):
             height = options["resized_height"]
             width = options["resized_width"]
             options = {}
-        from qwen_vl_utils.vision_process import smart_resize  # needed for images only
-
-        rows, columns = smart_resize(height, width, self.side, options.get("min_pixels"), options.get("max_pixels"))
+        limits = options.get("min_pixels"), options.get("max_pixels")
+        rows, columns = self.resizer()(height, width, self.side, *limits)
         return self.uncut_grid(columns, rows)
+
+    @staticmethod
+    def resizer() -> Any:
+        """Return the function with which the template computes the size; its package is needed for images only."""
+        from qwen_vl_utils.vision_process import smart_resize
+
+        return smart_resize
 
     def uncut_grid(self, width: int, height: int) -> Grid:
         return 1, height // self.processor.patch_size, width // self.processor.patch_size
@@ -106,6 +112,17 @@ class Patches(ImageFormat):
         found = self.processor(images=[image], do_resize=resize and self.processor_resizes, **_AS_BYTES)
         time, height, width = found["image_grid_thw"][0].tolist()
         return found["pixel_values"], (time, height, width)
+
+
+@dataclass(frozen=True, slots=True)
+class OmniPatches(Patches):
+    """The same, where the template resizes with the package of Qwen-Omni."""
+
+    @staticmethod
+    def resizer() -> Any:
+        from qwen_omni_utils import vision_process
+
+        return vision_process.smart_resize
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +166,22 @@ class Tiles(ImageFormat):
         return found.flatten(1), (len(found), *self.of_tile)
 
 
+def image_placeholder(processor: Any) -> int:
+    """Return the token that stands for a part of an image, which not every processor has as a number."""
+    return int(processor.tokenizer.convert_tokens_to_ids(processor.image_token))
+
+
+def placeholder_texts(processor: Any) -> list[str]:
+    """Return how the tokens are written that stand for parts of images, videos and audio."""
+    return [text for name, text in vars(processor).items() if name in ("image_token", "video_token", "audio_token")]
+
+
 def image_format(template: Template) -> ImageFormat:
     """Return the way in which the processor of this template cuts images."""
     processor = template.processor
     images = processor.image_processor
     name = type(images).__name__
-    placeholder = int(processor.image_token_id)
+    placeholder = image_placeholder(processor)
     if name.startswith("GotOcr2"):
         side = isqrt(processor.image_seq_length) * MERGE
         ends = (processor.start_image_token_id,), (processor.end_image_token_id,)
@@ -165,5 +192,7 @@ def image_format(template: Template) -> ImageFormat:
             f"the image processor merges {merge} x {merge} patches of {frames} frames; only 2 x 2 patches of 2 frames "
             "are supported"
         )
-    kind = ResizedPatches if name.startswith(("Glm4v", "Glm46V")) else Patches
+    kind: type[Patches] = ResizedPatches if name.startswith(("Glm4v", "Glm46V")) else Patches
+    if type(processor).__name__.startswith("Qwen3Omni"):
+        kind = OmniPatches
     return kind(images, placeholder, template.max_pixels)

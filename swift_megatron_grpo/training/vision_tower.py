@@ -10,6 +10,7 @@ between a micro batch and the vision tower:
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -80,10 +81,17 @@ class VisionTowerGuard:
         row, *deep = self._rows_of(packed_images.shown)
         output = SimpleNamespace(pooler_output=row, deepstack_features=deep)  # with the names of transformers
         called = (towers, "get_image_features") if self._cuts_tiles else (towers.visual, "forward")
-        with replaced(*called, lambda *pixels, **others: output):
+        with replaced(*called, lambda *pixels, **others: output), self._without_blank_recording():
             return self._upstream(
                 inputs_embeds, input_ids=marks, pixel_values=nothing, image_grid_thw=nothing, **others
             )
+
+    def _without_blank_recording(self) -> AbstractContextManager[None]:
+        """Keep upstream from embedding a blank recording in a frozen audio part, to add 0 times the result."""
+        if not hasattr(self._towers, "audio_tower"):
+            return nullcontext()
+        nothing = torch.zeros(1, device=torch.cuda.current_device())
+        return replaced(self._towers, "get_audio_features", lambda *recordings: nothing)
 
     def _rows_of(self, shown: Sequence[ModelImage]) -> Rows:
         """Return the rows of images, in order; those that occur several times are computed once."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from mcore_bridge import GPTBridge
 from mcore_bridge.model import MultimodalGPTModel
-from mcore_bridge.model.mm_gpts import qwen3_vl
+from mcore_bridge.model.mm_gpts import qwen3_omni, qwen3_vl
 from mcore_bridge.model.mm_gpts.utils import HuggingFaceVit
 from mcore_bridge.model.register import MODEL_MAPPING
 from mcore_bridge.tuners import lora
@@ -73,6 +73,15 @@ def test_a_tower_of_tiles_is_asked_once_with_its_aligner() -> None:
         towers.get_image_features
     )
     assert "vision_outputs.pooler_output = vision_features" in inspect.getsource(InternVLModel.get_image_features)
+
+
+def test_an_omni_model_sees_like_a_qwen3_vl_and_hears_a_blank_recording() -> None:
+    """training/vision_tower.py gives `get_audio_features` the answer to the blank one."""
+    source = inspect.getsource(qwen3_omni.Qwen3Omni_Vit.get_inputs_embeds)
+    assert "Qwen3VL_Vit._get_inputs_embeds(self, inputs_embeds, kwargs, visual, hf_config)" in source
+    assert "hf_config = self.hf_config.thinker_config" in source and "visual = self.visual" in source
+    assert source.count("audio_res = self.get_audio_features(input_features, feature_attention_mask)") == 2
+    assert "inputs_embeds = inputs_embeds + audio_embeds.mean() * 0." in source
 
 
 def test_mcore_bridge_builds_the_vision_tower_of_the_mixture_for_both_glms() -> None:

@@ -209,6 +209,64 @@ def test_other_types_are_generated_verified_trained_and_saved(
     )
 
 
+@pytest.fixture(scope="module")
+def omni(folder: Path) -> Path:
+    return make_model(folder / "qwen3_omni", "qwen3_omni_moe")
+
+
+def check_omni(run: Finished, model: Path, saved: str = "checkpoint-2") -> None:
+    """Check that vLLM has the language model and the image part, and that the first alone was trained."""
+    assert run.code == 0, run.output[-4000:]
+    before, after = load_file(model / "model.safetensors"), load_file(run.folder / saved / "model.safetensors")
+    trained = {name for name in before if name.startswith(("thinker.model.", "thinker.lm_head."))}
+    held = [*trained, *(name for name in before if name.startswith("thinker.visual."))]
+    assert len(held) > len(trained) and f"vLLM holds all {len(held)} tensors bit for bit" in run.output
+    assert "tokens with an image differ from the trainer's by" in run.output
+    assert len(run.log) == 2 and all(abs(step["rollout/k3_kl"]) < 1e-6 for step in run.log)
+    assert all(step["sync_check/max_diff"] < 1e-5 for step in run.log)
+    assert set(before) == set(after)
+    changed = {name for name in before if not torch.equal(before[name].float(), after[name].float())}
+    assert changed and changed <= trained
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (1, []),
+        (2, ["--tuner_type", "lora", "--merge_lora", "true", "--tensor_model_parallel_size", "2",
+             "--sequence_parallel", "true"]),
+    ],
+    ids=["full", "lora"],
+)  # fmt: skip
+def test_images_of_an_omni_model_are_trained_and_a_lost_image_is_detected(
+    folder: Path, colours: Path, omni: Path, ranks: int, flags: list[str]
+) -> None:
+    """The audio part is not in vLLM, and it is saved unchanged like the parts that speak."""
+    plugins = [COLOURS[0], COLOURS[1], str(PLUGINS / "sync_faults.py"), str(PROBE), "--callbacks", "probe"]
+    faults = [*SMALL, *plugins, "--sync_check", "full"]
+    run = megatron_rlhf(
+        omni, colours, folder / f"omni-{ranks}", ranks, [*faults, *flags], {"FAULTS": "image"}, rewards=False
+    )
+    saved = "checkpoint-2-merged" if flags else "checkpoint-2"
+    check_omni(run, omni, saved)
+    reports = json.loads((run.folder / "faults.0.json").read_text())
+    assert reports["image_of_zeros, step 1"].startswith("EngineHasOtherWeights, generated 0 times")
+    if flags:
+        shutil.copy(run.folder / "checkpoint-2" / "probe.json", run.folder / saved)
+    assert hf_difference(run.folder / saved)["max"] < 1e-5
+
+
+def test_images_of_an_omni_model_are_generated_by_a_server(folder: Path, colours: Path, omni: Path) -> None:
+    limits = ["--vllm_limit_mm_per_prompt", '{"image": 2, "video": 0, "audio": 0}', "--max_length", "128"]
+    server = RolloutServer(omni, folder / "omni-server.txt", limits).start()
+    try:
+        flags = [*SMALL, "--sync_check", "full", "--vllm_mode", "server", "--vllm_server_base_url", server.wait().url]
+        run = megatron_rlhf(omni, colours, folder / "omni-remote", 1, flags, {API_KEY_VARIABLE: KEY}, rewards=False)
+    finally:
+        server.stop()
+    check_omni(run, omni)
+
+
 @pytest.mark.slow
 def test_the_model_learns_what_only_an_image_shows(folder: Path, qwen2_5_vl: Path) -> None:
     """A policy that does not see earns at most the share of the most frequent colour."""

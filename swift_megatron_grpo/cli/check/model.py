@@ -21,7 +21,7 @@ from swift_megatron_grpo.settings.layout import why_repeated
 
 # Tensors that the feed-forward of a vision tower saves: outputs of its first matrix and activation, and their product.
 _FEED_FORWARD = {"qwen2_vl": 3, "qwen2_5_vl": 4, "qwen3_vl": 2, "qwen3_vl_moe": 2, "qwen3_5": 2, "qwen3_5_moe": 2,
-                 "glm4v": 4, "glm4v_moe": 4, "internvl": 2}  # fmt: skip
+                 "glm4v": 4, "glm4v_moe": 4, "internvl": 2, "qwen3_omni_moe": 2}  # fmt: skip
 _WITH_CONVOLUTION = ("glm4v", "glm4v_moe")  # whose blocks have a feed-forward as wide as a row
 
 
@@ -122,7 +122,12 @@ def vision_tower_of(model_type: str, vision: Mapping[str, Any], rows: int) -> Vi
     if model_type not in _FEED_FORWARD:
         return None
     # config.json need not have what is as in the class.
-    sizes = AutoConfig.for_model(model_type, vision_config=dict(vision)).vision_config.to_dict()
+    nested = {"vision_config": dict(vision)}
+    if model_type in OMNI:
+        config = AutoConfig.for_model(model_type, thinker_config=nested).thinker_config
+    else:
+        config = AutoConfig.for_model(model_type, **nested)
+    sizes = config.vision_config.to_dict()
     oldest, convolves, tiles = model_type == "qwen2_vl", model_type in _WITH_CONVOLUTION, model_type == "internvl"
     hidden = sizes["embed_dim" if oldest else "hidden_size"]
     pixels = prod(sizes["patch_size"]) if tiles else sizes["temporal_patch_size"] * sizes["patch_size"] ** 2

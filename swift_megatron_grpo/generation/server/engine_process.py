@@ -23,6 +23,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
 
+from swift_megatron_grpo.data.image_formats import image_placeholder
 from swift_megatron_grpo.data.images import portable_images
 from swift_megatron_grpo.generation.conversations.running import Conversations, NoRoom, current, has_room
 from swift_megatron_grpo.generation.protocol.messages import MISSING_IMAGES, Completion, InvalidRequest, packed_logprobs
@@ -315,7 +316,7 @@ class EngineCommands:
 
     async def score_text(self, tokens: list[int], image: str | None) -> dict[str, Any]:
         """Compute the text's log-probs on each data-parallel replica, because each has its own copy of the weights."""
-        if image is not None and tokens.count(self._engine.template.processor.image_token_id) != 1:
+        if image is not None and tokens.count(image_placeholder(self._engine.template.processor)) != 1:
             raise InvalidRequest("'tokens' must have one placeholder of the image")
         text = ScoredText(tokens, None if image is None else base64.b64decode(image))
         replicas = self._engine.engine.vllm_config.parallel_config.data_parallel_size

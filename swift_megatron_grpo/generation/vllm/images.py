@@ -5,6 +5,7 @@ from typing import Any
 from swift.infer_engine import GRPOVllmEngine
 from swift.template import Template
 
+from swift_megatron_grpo.data.image_formats import placeholder_texts
 from swift_megatron_grpo.data.images import open_no_path_in_text
 from swift_megatron_grpo.generation.protocol.model_identity import media_config
 
@@ -41,8 +42,7 @@ def placeholder_tokens(template: Template) -> frozenset[int]:
     if not template.model_meta.is_multimodal:
         return frozenset()
     processor = template.processor
-    texts = [text for name, text in vars(processor).items() if name in ("image_token", "video_token", "audio_token")]
-    return frozenset(processor.tokenizer.convert_tokens_to_ids(texts))
+    return frozenset(processor.tokenizer.convert_tokens_to_ids(placeholder_texts(processor)))
 
 
 def tokens_of_image(processor: Any, width: int, height: int, resizes: bool) -> int:

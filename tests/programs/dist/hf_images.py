@@ -15,22 +15,22 @@ import torch
 from hf_gradients import BETA, EPSILON_HIGH, EPSILON_LOW, TEMPERATURE, use_exact_delta_rule
 from image_runs import image_rows
 from PIL import Image
-from transformers import AutoImageProcessor, AutoModelForImageTextToText
+from transformers import AutoImageProcessor
+
+from tests.support.plain_models import load_plain
 
 
 def main(folder: str, samples: str, seed: str, out: str) -> None:
     """Write results in fp64, and the log-probs of transformers in fp32: what rounding alone changes."""
     config = json.loads(Path(folder, "config.json").read_text())
     in_fp32 = run(folder, samples, int(seed), torch.float32)
-    if "linear_num_key_heads" in config["text_config"]:
+    if "linear_num_key_heads" in config.get("text_config", ()):
         use_exact_delta_rule(config["model_type"])
     torch.save(run(folder, samples, int(seed), torch.float64) | {"in_fp32": in_fp32["logprobs"]}, out)
 
 
 def run(folder: str, samples: str, seed: int, dtype: torch.dtype) -> dict[str, Any]:
-    model = AutoModelForImageTextToText.from_pretrained(
-        folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
-    )
+    model = load_plain(folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager")
     processor = AutoImageProcessor.from_pretrained(folder)
     rows = image_rows(seed, side_of_token(processor))
     total, logprobs = torch.zeros((), dtype=dtype), []
@@ -59,6 +59,8 @@ def side_of_token(processor: Any) -> int:
 
 def logits(model, processor, sample, files):  # type: ignore[no-untyped-def]
     """Embed the images where the sample has them, and other tokens, sampled placeholders as well, as words."""
+    if hasattr(model, "thinker"):
+        return logits_of_thinker(model.thinker, processor, sample, files)
     tokens = torch.tensor([sample["tokens"]])
     embeds = model.get_input_embeddings()(tokens)
     types = torch.zeros_like(tokens)
@@ -83,6 +85,30 @@ def logits(model, processor, sample, files):  # type: ignore[no-untyped-def]
     if hasattr(model.model, "get_rope_index"):
         positions, _ = model.model.get_rope_index(tokens, mm_token_type_ids=types, image_grid_thw=grids)
     output = model.model.language_model(inputs_embeds=embeds, position_ids=positions, use_cache=False, **deep)
+    return model.lm_head(output.last_hidden_state)[0]
+
+
+def logits_of_thinker(model, processor, sample, files):  # type: ignore[no-untyped-def]
+    """Return the same for a Qwen-Omni, which finds images by their tokens: sampled ones are hidden from it."""
+    tokens = torch.tensor([sample["tokens"]])
+    embeds = model.get_input_embeddings()(tokens)
+    shown = torch.zeros_like(tokens, dtype=torch.bool)
+    for start, length in zip(sample["starts"], sample["lengths"], strict=True):
+        shown[0, start : start + length] = True
+    grids, deep = None, {}
+    if files:
+        inputs = processor(images=files, do_resize=False, return_tensors="pt")
+        grids = inputs["image_grid_thw"]
+        seen = model.visual(inputs["pixel_values"].to(model.dtype), grid_thw=grids)
+        embeds = embeds.masked_scatter(shown[..., None].expand_as(embeds), seen.pooler_output)
+        deep = {"visual_pos_masks": shown, "deepstack_visual_embeds": seen.deepstack_features}
+    config = model.config
+    placeholders = torch.isin(
+        tokens, torch.tensor([config.image_token_id, config.video_token_id, config.audio_token_id])
+    )
+    named = torch.where(placeholders & ~shown, 0, tokens)
+    positions, _ = model.get_rope_index(named, image_grid_thw=grids, attention_mask=torch.ones_like(tokens))
+    output = model.model(inputs_embeds=embeds, position_ids=positions, use_cache=False, **deep)
     return model.lm_head(output.last_hidden_state)[0]
 
 

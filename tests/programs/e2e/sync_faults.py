@@ -24,6 +24,7 @@ from swift_megatron_grpo.generation.interface import Generation, NamedWeights, P
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
 from swift_megatron_grpo.loop.step import GRPOLoop
 from swift_megatron_grpo.settings.config import SamplingConfig
+from swift_megatron_grpo.training.vision_tower import VisionTowerGuard
 from swift_megatron_grpo.types import Rollout
 
 Fault = Callable[[GRPOLoop], AbstractContextManager[None]]
@@ -222,6 +223,13 @@ def vision_tower_not_sent(loop: GRPOLoop) -> AbstractContextManager[None]:
     return in_export(lambda weights: ((name, tensor) for name, tensor in weights if ".visual." not in name))
 
 
+def image_of_zeros(loop: GRPOLoop) -> AbstractContextManager[None]:
+    rows_of = VisionTowerGuard._rows_of
+    return replaced(
+        VisionTowerGuard, "_rows_of", lambda self, shown: tuple(map(torch.zeros_like, rows_of(self, shown)))
+    )
+
+
 def vision_tower_adapters_left_out(loop: GRPOLoop) -> AbstractContextManager[None]:
     merge = export._merged
 
@@ -253,6 +261,7 @@ SCENARIOS: dict[str, dict[int, list[Fault]]] = {
     },
     "delta net": {0: [delta_net_tensor_not_sent], 1: [delta_net_tensor_lost_in_transfer]},
     "towers": {2: [vision_tower_not_sent, vision_tower_adapters_left_out, vision_tower_adapters_merged_as_zeros]},
+    "image": {1: [image_of_zeros]},
     "adapter": {19: [adapter_bound_to_nothing, adapter_merged_as_zeros, one_adapter_of_a_layer_left_out]},
 }
 LAST: dict[str, tuple[int, list[Fault]]] = {"experts": (7, [experts_swapped_for_one_engine])}

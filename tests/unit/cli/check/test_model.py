@@ -11,6 +11,7 @@ from transformers import AutoConfig
 from swift_megatron_grpo.cli.check.model import read_model
 from swift_megatron_grpo.cli.estimate.parameters import Part
 from swift_megatron_grpo.cli.tiny_models import save_large_config
+from swift_megatron_grpo.generation.protocol.model_identity import media_config
 
 NAMES = {
     "qwen3": "Qwen3ForCausalLM",
@@ -65,10 +66,11 @@ def test_attention_that_shares_no_prompt_and_its_cache(tmp_path: Path) -> None:
     assert latent.key_heads == 1 and latent.cached < 2 * latent.decoder.keys * latent.decoder.layers
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_5_moe"])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_5_moe", "qwen3_omni_moe"])
 def test_sizes_of_an_image_part(model_type: str, tmp_path: Path) -> None:
     folder = save_large_config(tmp_path / "model", model_type, NAMES[model_type])
-    model, vision = read_model(folder), json.loads((folder / "config.json").read_text())["vision_config"]
+    config = json.loads((folder / "config.json").read_text())
+    model, vision = read_model(folder), media_config(config)["vision_config"]
     tower = model.vision_tower
     assert tower is not None and tower.layers == vision["depth"] and tower.rms_norms == (model_type == "qwen2_5_vl")
     assert (tower.hidden, tower.ffn) == (vision["hidden_size"], vision["intermediate_size"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, InternVLModel
 
+from swift_megatron_grpo.arguments.refused import OMNI
 from swift_megatron_grpo.cli.check.model import vision_tower_of
 from swift_megatron_grpo.cli.estimate.activations import (
     PATCHES,
@@ -35,6 +36,7 @@ VISIONS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"depth": 4, "embed_dim": 256, "mlp_ratio": 3, "num_heads": 4, "hidden_size": ROWS},
     "qwen2_5_vl": {**SIZES, "fullatt_block_indexes": [1, 3]},
     "qwen3_vl": {**SIZES, "deepstack_visual_indexes": [0, 2]},
+    "qwen3_omni_moe": {**SIZES, "deepstack_visual_indexes": [0, 2]},
     "qwen3_5": {**SIZES, "deepstack_visual_indexes": []},
     "glm4v": {**SIZES, "image_size": 336},
     "internvl": {
@@ -56,14 +58,19 @@ def sizes_of(kind: str) -> VisionTower:
 def saved_bytes(kind: str, checkpointing: bool, aligner_only: bool) -> int:
     """Return the bytes of all tensors that autograd keeps of a forward pass, weights aside."""
     text = {"num_hidden_layers": 1, **({"hidden_size": ROWS, "vocab_size": 8} if kind == "internvl" else {})}
-    config = AutoConfig.for_model(kind, vision_config=VISIONS[kind], text_config=text)
+    values = {"vision_config": VISIONS[kind], "text_config": text}
+    if kind in OMNI:
+        config = AutoConfig.for_model(kind, thinker_config=values).thinker_config
+    else:
+        config = AutoConfig.for_model(kind, **values)
     config.vision_config._attn_implementation = "sdpa"
     torch.manual_seed(0)
     if kind == "internvl":
         visual = InternVLModel(config).to(torch.bfloat16).train()
     else:
         with torch.device("meta"):
-            part = AutoModelForImageTextToText.from_config(config).model.visual
+            model = AutoModelForImageTextToText.from_config(config)
+            part = (model if kind in OMNI else model.model).visual
         visual = type(part)(config.vision_config).to(torch.bfloat16).train()
     if checkpointing:
         visual.gradient_checkpointing_enable()

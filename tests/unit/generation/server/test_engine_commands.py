@@ -17,7 +17,10 @@ from swift_megatron_grpo.generation.server.engine_process import EngineCommands
 def run(call: Callable[[EngineCommands], Awaitable[Any]]) -> None:
     """Await what `call` returns for the commands of an engine that runs; it generates nothing here."""
     processor = SimpleNamespace(process_outputs=None)
-    template = SimpleNamespace(processor=SimpleNamespace(image_token_id=7))
+    tokenizer = SimpleNamespace(convert_tokens_to_ids={"<image>": 7, "<audio>": 8}.get)
+    template = SimpleNamespace(
+        processor=SimpleNamespace(tokenizer=tokenizer, image_token="<image>", audio_token="<audio>")
+    )
     engine: Any = SimpleNamespace(engine=SimpleNamespace(errored=False, output_processor=processor), template=template)
 
     async def scenario() -> None:
