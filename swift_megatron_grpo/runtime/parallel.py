@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import accumulate
 from typing import TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from megatron.core import mpu
 from swift_megatron_grpo.runtime.failures import RankFailure, SharedFailure
 
 T = TypeVar("T")
+_BROADCAST_BYTES = 2**16  # of a gather that take as long as one more collective operation
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,21 @@ class Coordinator:
         self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def all_gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in rank order."""
-        gathered: list[T] = [value] * self.world_size
-        dist.all_gather_object(gathered, value, group=self._group)
-        return gathered
+        """Return the values of all ranks, in rank order. No rank allocates much more than these values take."""
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._group)
+        lengths = [int(size) for size in sizes]
+        alone = large_parts(lengths)
+        width = max((lengths[rank] for rank in {*range(self.world_size)} - {*alone}), default=0)
+        parts = [torch.empty(width, dtype=torch.uint8) for _ in lengths]
+        padded = torch.zeros(width, dtype=torch.uint8)
+        padded[: len(mine)] = mine if self.rank not in alone else 0
+        dist.all_gather(parts, padded, group=self._group)  # of nothing, if all are large
+        for rank in alone:
+            parts[rank] = mine if rank == self.rank else torch.empty(lengths[rank], dtype=torch.uint8)
+            dist.broadcast(parts[rank], src=rank, group=self._group)
+        return [pickle.loads(memoryview(part.numpy())[:length]) for part, length in zip(parts, lengths, strict=True)]
 
     def max(self, value: int) -> int:
         """Return the largest value of all ranks. Cheaper than `all_gather`: one reduction of one number."""
@@ -97,6 +110,19 @@ class Coordinator:
         if failures:
             raise RankFailure(f"{task} failed on " + "; ".join(failures))
         return [pickle.loads(content) for content, _, _ in gathered]
+
+
+def large_parts(lengths: Sequence[int]) -> list[int]:
+    """Return the ranks whose parts are broadcast one by one, in order; the others are padded to the same length.
+
+    Where one rank has all, as rank 0 has what servers generate, padding would take as many times the bytes as there are
+    ranks.
+    """
+    ranks = sorted(range(len(lengths)), key=lambda rank: -lengths[rank])
+    one_by_one = accumulate((lengths[rank] + _BROADCAST_BYTES for rank in ranks), initial=0)
+    padded = [len(lengths) * length for length in (*(lengths[rank] for rank in ranks), 0)]
+    costs = [alone + rest for alone, rest in zip(one_by_one, padded, strict=True)]
+    return sorted(ranks[: costs.index(min(costs))])
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,14 @@
-"""An error of one rank in a step that all ranks perform together is an error of all, over gloo."""
+"""Ranks exchange values over gloo without padding all to the largest, and an error of one rank is an error of all."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from swift_megatron_grpo.runtime.parallel import large_parts
 from tests.forking.client import run_code
 
 # In processes of their own: a fork of a pytest worker that has used gloo shares gloo's epoll, and crashes the worker.
@@ -56,3 +59,44 @@ Path(sys.argv[2], f"{rank}.txt").write_text(outcome)
 def test_every_rank_gets_all_values_or_the_error(tmp_path: Path, work: str, first: str, second: str) -> None:
     run_code("upstream", PROGRAM, work, str(tmp_path), ranks=2)
     assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == [first, second]
+
+
+GATHER = """
+import resource
+import sys
+from datetime import timedelta
+from pathlib import Path
+import torch.distributed as dist
+from swift_megatron_grpo.runtime.parallel import Coordinator
+
+dist.init_process_group("gloo")
+rank, coordinator = dist.get_rank(), Coordinator(timedelta(seconds=60))
+even, uneven = (300_000, 300_001, 300_002, 1), (1, 400_000, 0, 200_000)
+for lengths in ((0, 1, 2, 3), even, uneven, (8_000_000, 6_000_000, 4_000_000, 2_000_000)):
+    expected = [bytes([place]) * length for place, length in enumerate(lengths)]
+    assert coordinator.all_gather(expected[rank]) == expected, lengths
+large = 2**25
+value = bytes(large) if rank == 0 else b""
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+gathered = coordinator.all_gather(value)
+used = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+assert [len(part) for part in gathered] == [large, 0, 0, 0]
+Path(sys.argv[1], f"{rank}.txt").write_text(str(used / large))
+"""
+
+
+def test_what_one_rank_has_alone_is_not_padded_for_each_rank(tmp_path: Path) -> None:
+    """A rank needs its bytes and the unpickled value, 2 times the size; padding took 7 times, with 4 ranks."""
+    run_code("upstream", GATHER, str(tmp_path), ranks=4)
+    used = [float((tmp_path / f"{rank}.txt").read_text()) for rank in range(4)]
+    assert max(used[1:]) < 3, used
+
+
+@given(st.lists(st.integers(0, 10**8), min_size=1, max_size=40))
+def test_a_gather_takes_at_most_the_bytes_of_the_cheaper_way(lengths: list[int]) -> None:
+    alone = large_parts(lengths)
+    rest = [length for rank, length in enumerate(lengths) if rank not in alone]
+    taken = sum(lengths[rank] for rank in alone) + len(lengths) * max(rest, default=0)
+    assert taken <= len(lengths) * max(lengths)
+    assert taken <= sum(lengths) + len(lengths) * 2**16
+    assert large_parts([7] * len(lengths)) == []
