@@ -9,6 +9,7 @@ refused.py         flags of ms-swift that are refused, or change nothing; types 
 command_line.py    names, types and choices as typed, before the parser: also names of ms-swift 3 and misspelt ones
 environment.py     checks of files, folders, plugins, registries and packages
 models.py          checks of the model's architecture
+teachers.py        checks of a teacher's architecture and of its tokens
 
 Tested by tests/unit/arguments.
 """

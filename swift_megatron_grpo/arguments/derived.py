@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar
 
 from swift.megatron.arguments import MegatronRLHFArguments
 from swift.utils import get_dist_setting
+from transformers import AutoConfig
 
 from swift_megatron_grpo.arguments.refused import TAKES_IMAGES
 from swift_megatron_grpo.data.evaluation_sets import names_of
@@ -98,7 +99,7 @@ class DerivedArguments(AddedFlags):
         if self.resume != "never" and self.resumes:  # name the flag that the user has typed
             megatron[0 if self.has_adapter else 1] = ("resume", megatron[0 if self.has_adapter else 1][1])
         others = [("adapters", path) for path in as_list(self.adapters)]
-        others += [("model", self.model), ("ref_model", self.ref_model)]
+        others += [("model", self.model), ("ref_model", self.ref_model), ("teacher_model", self.teacher_model)]
         typed = [(flag, path, True) for flag, path in megatron] + [(flag, path, False) for flag, path in others]
         typed.append(("mcore_ref_model", self.mcore_ref_model, True))
         typed += [("ref_adapters", path, False) for path in as_list(self.ref_adapters)]
@@ -141,6 +142,20 @@ class DerivedArguments(AddedFlags):
             other.decoder_first_pipeline_num_layers = layout.first_stage_layers
             other.decoder_last_pipeline_num_layers = layout.last_stage_layers
         return other
+
+    def of_teacher(self) -> Self:
+        """Copy these arguments for the frozen teacher, which may have another architecture."""
+        other = self.of_reference()
+        other.megatron_model_meta = self.teacher_megatron_model_meta
+        if self.teacher_model_dir != self.model_dir:
+            other.rope_scaling = None  # ms-swift's config of it has its own
+        return other
+
+    def teacher_model_config(self, of_student: Any) -> Any:
+        """Return the config of transformers for the teacher; the student's has what flags change in it."""
+        if self.teacher_model_dir == self.model_dir:
+            return of_student
+        return AutoConfig.from_pretrained(self.teacher_model_dir, trust_remote_code=True)
 
     def batch_sizes(self) -> BatchSizes:
         """Resolve the batch sizes. Raises BatchError if they do not fit together."""

@@ -43,6 +43,7 @@ from swift_megatron_grpo.settings.flag import Faults, as_typed, faults_of, raise
 from swift_megatron_grpo.settings.recording import Recording
 from swift_megatron_grpo.settings.rewards import Rewards
 from swift_megatron_grpo.settings.sampling import Evaluation
+from swift_megatron_grpo.settings.teacher import Teacher
 from swift_megatron_grpo.weights.load.quantization import check_quantization
 
 WRITTEN_BY_CLIENT = (".mdl", ".git")  # where ModelScope's client reads the name of a model
@@ -83,7 +84,7 @@ def _faults(args: DerivedArguments) -> Faults:
     yield from _faults_of_megatron_settings(args)
     yield from faults_of(_check_checkpoints, args)
     yield from faults_of(check_reward_registry, args)
-    if args.of(Evaluation).runs:
+    if args.of(Evaluation).runs and not args.of(Teacher).is_alone:
         yield from faults_of(lambda: args.evaluation_names)
         yield from faults_of(lambda: args.correct_reward)
     yield from faults_of(_check_turns, args)
@@ -133,7 +134,8 @@ def import_plugin(flag: str, file: str, load: Callable[[str], object]) -> None:
 def check_reward_registry(args: DerivedArguments) -> None:
     """Check names of reward functions; skipped while the servers' part in grading is unknown."""
     rewards = args.of(Rewards)
-    if not rewards.by_servers and (args.reward_funcs or not rewards.by_environment):
+    is_graded = bool(args.reward_funcs) or not (rewards.by_environment or args.of(Teacher).exists)
+    if not rewards.by_servers and is_graded:
         check_reward_functions(args.reward_funcs, orms)
 
 
@@ -356,7 +358,7 @@ def _faults_of_paths(args: DerivedArguments) -> Faults:
     if (args.system or "").endswith(".txt") and not Path(args.system).is_file():  # which ms-swift would read
         path = Path(args.system).absolute()
         yield f"--system {args.system}: the file {path} does not exist{similar(path)}; use the text itself, or its file"
-    for flag in ("model", "ref_model"):
+    for flag in ("model", "ref_model", "teacher_model"):
         if getattr(args, flag) is not None:
             yield from faults_of(check_model_path, getattr(args, flag), flag, args.use_hf)
     for flag in ("dataset", "val_dataset"):

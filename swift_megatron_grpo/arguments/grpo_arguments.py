@@ -33,6 +33,7 @@ from swift_megatron_grpo.data.encoded_rows import check_images, check_prompts, r
 from swift_megatron_grpo.data.evaluation_sets import rows_by_name
 from swift_megatron_grpo.data.files import downloaded
 from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE, hide_in_process_list, read_api_key
+from swift_megatron_grpo.generation.protocol.model_identity import read_model_config
 from swift_megatron_grpo.generation.requests import infer_request
 from swift_megatron_grpo.platforms.attention_packages import vision_tower_has_flash_attention
 from swift_megatron_grpo.runtime.refusals import reported_by_torchrun
@@ -128,6 +129,14 @@ class GRPOArguments(DerivedArguments):
         finally:
             self.num_iterations, self.async_generate = iterations, asynchronous
             self.truncation_strategy = strategy or "left"
+
+    def _init_teacher_model(self) -> None:
+        """Give a teacher in a folder the type of --model if config.json has the same: ms-swift may know several."""
+        folder = Path(self.teacher_model or "").expanduser()
+        is_known = self.teacher_model_type is None and (folder / "config.json").is_file()
+        if is_known and read_model_config(folder)["model_type"] == self.model_config["model_type"]:
+            self.teacher_model_type: str | None = self.model_type
+        super()._init_teacher_model()
 
     def _init_generation_batch_params(self) -> None:
         """Replace ms-swift's own arithmetic, which also refuses sizes that only its own trainer cannot handle."""

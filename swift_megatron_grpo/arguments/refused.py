@@ -31,7 +31,6 @@ def _all(flags: str, allowed: tuple[Any, ...], why: str, stock: bool = True) -> 
 
 
 _GENERATED = "exactly the tokens that the policy generated are trained"
-_TEACHER = "distillation from a teacher is not supported yet"
 _PACKED = "sequences are always packed, without padding between them"
 _LOW_BITS = "training below 16 bits is not supported yet"
 _OVERLAP = "this overlap is not supported yet"
@@ -56,8 +55,8 @@ NOT_YET: Mapping[str, Refusal] = {
     "move_model_batches": Refusal((None,), "weights are sent to vLLM one tensor at a time", stock=False),
     # rewards, teacher, reference
     **_all("reward_model reward_model_plugin", (None,), "reward models are not supported yet", stock=False),
-    **_all("teacher_model teacher_model_type teacher_model_revision teacher_model_server", (None,), _TEACHER),
-    "offload_teacher_model": Refusal((False,), _TEACHER),
+    "teacher_model_server": Refusal((None,), "a teacher on a server is not supported yet; use --teacher_model"),
+    "teacher_model_revision": Refusal((None,), "ms-swift's Megatron does not read it", stock=False),
     "sync_ref_model": Refusal((False,), "the reference policy is never updated", stock=False),
     "mcore_ref_adapter": Refusal((None,), "the reference adapter is read from safetensors, with --ref_adapters"),
     # data
@@ -106,6 +105,10 @@ NOT_YET: Mapping[str, Refusal] = {
 READ_WITH: tuple[tuple[str, Callable[[Mapping[str, Any]], bool], str], ...] = (
     ("--beta above 0", lambda run: run["beta"] != 0, "kl_estimator kl_in_reward"),
     ("--kl_target", lambda run: run["kl_target"] is not None, "kl_horizon"),
+    (
+        "--teacher_model", lambda run: run["teacher_model"] is not None or run["_teacher_use_disable_adapter"],
+        "teacher_model_type teacher_kl_coef offload_teacher_model",
+    ),
     ("--dynamic_sample true", lambda run: run["dynamic_sample"], "max_resample_times"),
     (
         "--rollout_importance_sampling_mode", lambda run: run["rollout_importance_sampling_mode"] is not None,

@@ -32,7 +32,8 @@ class BadReward(RuntimeError):
 
 def total_rewards(rollouts: Sequence[Rollout], scores: Scores, config: GradingConfig) -> list[Graded]:
     """Return completions with total rewards; None or, with --bad_reward stop, BadReward for one without a valid one."""
-    rewards = [total_reward(row, config.reward_weights) for row in scores]
+    # A run that only a teacher guides has no reward functions: its completions are equally good.
+    rewards = [total_reward(row, config.reward_weights) if config.reward_names else 0.0 for row in scores]
     graded = [
         Graded(rollout, row, reward, advantage=0.0)
         for rollout, row, reward in zip(rollouts, scores, rewards, strict=True)

@@ -73,7 +73,7 @@ def call_reward_functions(
     if not rollouts:
         return []
     by_function = _call_all(rewards, _Batch(rollouts, trainer_state), limit, drop_failing)
-    return [list(row) for row in zip(*by_function, strict=True)]
+    return [[scores[i] for scores in by_function] for i in range(len(rollouts))]
 
 
 def reward_columns(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:

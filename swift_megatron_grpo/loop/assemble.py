@@ -58,8 +58,8 @@ _SPARE_SEED = 1_000_000  # added to the data seed; far from the seeds of later e
 
 
 @dataclass(frozen=True)
-class FrozenReference:
-    """The frozen copy of a run with full tuning, and its own parallel layout (None: the layout of training)."""
+class FrozenCopy:
+    """A model that is never trained, as reference or teacher; its own parallel layout (None: that of training)."""
 
     passes: Passes
     layout: ReferenceLayout | None
@@ -75,7 +75,8 @@ class LoadedModels:
     optimizer: Any  # of Megatron
     scheduler: Any  # of Megatron
     bridge: Any  # of mcore-bridge
-    reference: FrozenReference | None
+    reference: FrozenCopy | None
+    teacher: FrozenCopy | None = None  # may be that of the reference
 
 
 @dataclass(frozen=True)
@@ -152,8 +153,14 @@ def _unfinished(config: GRPOConfig, run: RunInputs) -> UnfinishedRollout | None:
 
 def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, first_new_rollout: int) -> Stages:
     """Build the stages. `first_new_rollout`: the number of the first one that this run generates."""
-    frozen_models = [] if models.reference is None else models.reference.passes.models
-    residency = Residency(config.offloading, models.wrapped, frozen_models, models.optimizer, log=run.logger.info)
+    residency = Residency(
+        config.offloading,
+        models.wrapped,
+        _models_of(models.reference),
+        models.optimizer,
+        log=run.logger.info,
+        teacher=[] if models.teacher is models.reference else _models_of(models.teacher),
+    )
     recording = config.recording
     training = training_engine(config, models)  # refuses what the model cannot do, before vLLM starts for minutes
     generation = None if recording.replay is not None else run.servers or _start_vllm(config, run, residency)
@@ -184,6 +191,7 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, fi
         rewards=run.rewards,
         training=training,
         reference=reference_policy(config, models, training, run.coordinator),
+        teacher=teacher_policy(config, models, training, run.coordinator),
         residency=residency,
         sync=sync,
         logprob_check=LogprobCheck(
@@ -236,8 +244,8 @@ def engine_settings(config: GRPOConfig) -> EngineSettings:
     )
 
 
-def reference_engine_settings(config: GRPOConfig) -> EngineSettings:
-    """Return the settings of the frozen copy. In its own layout, a rank may get other samples than it trains."""
+def frozen_engine_settings(config: GRPOConfig) -> EngineSettings:
+    """Return the settings of frozen copies. In its own layout, a rank may get other samples than it trains."""
     settings = engine_settings(config)
     if not config.reference.sizes:
         return settings
@@ -254,13 +262,26 @@ def reference_policy(
 ) -> Reference | None:
     if config.reference.beta == 0:
         return None
-    frozen = models.reference
-    if frozen is None:
+    if models.reference is None:
         active = adapter_disabled if config.reference.adapter is None else reference_adapter_active
         return Reference(training.passes, partial(active, models.peft))
-    if frozen.layout is None:
-        return Reference(frozen.passes)
-    return Reference(frozen.passes, frozen.layout.active, coordinator)
+    return _policy_of(models.reference, coordinator)
+
+
+def teacher_policy(
+    config: GRPOConfig, models: LoadedModels, training: MegatronEngine, coordinator: Coordinator
+) -> Reference | None:
+    if config.teacher.is_base:
+        return Reference(training.passes, partial(adapter_disabled, models.peft))
+    return None if models.teacher is None else _policy_of(models.teacher, coordinator)
+
+
+def _policy_of(copy: FrozenCopy, coordinator: Coordinator) -> Reference:
+    return Reference(copy.passes) if copy.layout is None else Reference(copy.passes, copy.layout.active, coordinator)
+
+
+def _models_of(copy: FrozenCopy | None) -> Sequence[Any]:
+    return [] if copy is None else copy.passes.models
 
 
 def prompt_source(config: GRPOConfig, run: RunInputs, spare: bool = False, taken: int = 0) -> PromptSource:

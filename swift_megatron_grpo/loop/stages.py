@@ -30,6 +30,7 @@ class Stages:
     rewards: RewardFunctions
     training: MegatronEngine
     reference: Reference | None
+    teacher: Reference | None  # another frozen policy; None: there is no teacher
     residency: Residency
     sync: WeightSync | None  # None: no engine
     logprob_check: LogprobCheck

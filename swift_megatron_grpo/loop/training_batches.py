@@ -43,7 +43,7 @@ class TrainingBatches:
         batches = self._batches_of(graded)
         self._compare_with_engine(batches[0], rollouts, step)
         from_engine = old_logprobs_from_engine(rollouts, step.version, self._config.loss.correction)
-        self._add_old_policy(batches, from_engine, step)
+        self._add_other_policies(batches, from_engine, step)
         self._queue(number, graded, batches, from_engine, step)
 
     def resume(self, unfinished: UnfinishedRollout, step: StepContext) -> None:
@@ -51,6 +51,9 @@ class TrainingBatches:
         batches = self._batches_of(unfinished.graded)
         for sample, old_logprobs in zip(chain.from_iterable(batches), unfinished.old_logprobs, strict=True):
             sample.old_logprobs = old_logprobs
+        if unfinished.teacher_ratios:
+            for sample, ratios in zip(chain.from_iterable(batches), unfinished.teacher_ratios, strict=True):
+                sample.teacher_ratios = ratios
         self._queue(unfinished.number, unfinished.graded, batches, unfinished.from_engine, step)
 
     def unfinished(self, weights_version: int) -> UnfinishedRollout | None:
@@ -62,11 +65,15 @@ class TrainingBatches:
         if self._rollout is None or between_rollouts or self._config.routing.router_replay_mode == "R2":
             return None
         samples = list(chain.from_iterable(self._batches))
-        old_logprobs = self._stages.coordinator.gather_samples(
-            {index: sample.old_logprobs for index, sample in enumerate(samples) if sample.old_logprobs is not None},
-            self._stages.training.parallel,
-        )
-        return replace(self._rollout, old_logprobs=[old_logprobs.get(index) for index in range(len(samples))])
+        old_logprobs = self._gathered([sample.old_logprobs for sample in samples])
+        ratios = [] if self._stages.teacher is None else self._gathered([sample.teacher_ratios for sample in samples])
+        return replace(self._rollout, old_logprobs=old_logprobs, teacher_ratios=ratios)
+
+    def _gathered(self, values: Sequence[list[float] | None]) -> list[list[float] | None]:
+        """Return the values of all samples, of which a rank has those that it trains."""
+        held = {index: value for index, value in enumerate(values) if value is not None}
+        gathered = self._stages.coordinator.gather_samples(held, self._stages.training.parallel)
+        return [gathered.get(index) for index in range(len(values))]
 
     def _batches_of(self, graded: Sequence[Graded]) -> list[list[Sample]]:
         grading = self._config.grading
@@ -95,16 +102,17 @@ class TrainingBatches:
             if share is not None:
                 step.metrics["rollout/router_agreement"] = share
 
-    def _add_old_policy(self, batches: Sequence[list[Sample]], from_engine: bool, step: StepContext) -> None:
-        """Add the old log-probs, the denominator of the ratio, and with R2 the experts that later steps replay.
+    def _add_other_policies(self, batches: Sequence[list[Sample]], from_engine: bool, step: StepContext) -> None:
+        """Add the old log-probs, the denominator of the ratio, with R2 the experts that later steps replay, and ratios.
 
-        The first step needs neither: it trains the old policy itself. Every later step gets them from a pass before the
-        first update. `from_engine`: the engine's log-probs take the place of the pass, for the first step as well.
+        The first step needs none of the old policy: it trains that itself. Every later step gets them from a pass
+        before the first update. `from_engine`: the engine's log-probs take the place of the pass, for the first step as
+        well. A teacher is compared with a pass in any case.
         """
-        training = self._stages.training
+        training, has_teacher = self._stages.training, self._stages.teacher is not None
         records_experts = self._config.routing.router_replay_mode == "R2"
-        if records_experts or not from_engine:
-            for samples in batches if self._config.num_iterations > 1 else batches[1:]:
+        if records_experts or not from_engine or has_teacher:
+            for samples in batches if self._config.num_iterations > 1 or has_teacher else batches[1:]:
                 with step.timer("old_logprobs"):
                     values, experts = (
                         training.infer_and_record(samples) if records_experts else (training.infer(samples), {})
@@ -113,9 +121,27 @@ class TrainingBatches:
                     samples[index].old_logprobs = value.logprobs
                 for index, rows in experts.items():
                     samples[index].routed_experts = rows
+        self._add_teacher(batches, step)
         if from_engine:
             for sample in chain.from_iterable(batches):
                 sample.old_logprobs = sample.rollout_logprobs
+
+    def _add_teacher(self, batches: Sequence[list[Sample]], step: StepContext) -> None:
+        """Add the log-ratios of the teacher and the policy, whose old log-probs are from the same kind of pass.
+
+        Passes of equal weights over the same samples round alike, so a teacher equal to the policy has ratios of 0.
+        """
+        teacher = self._stages.teacher
+        if teacher is None:
+            return
+        with step.timer("teacher_logprobs"):
+            self._stages.residency.for_teacher()
+            for samples in batches:
+                for index, values in teacher.infer(without_routing(samples)).items():
+                    policy = samples[index].old_logprobs
+                    if policy is not None:  # else another rank trains it
+                        pairs = zip(values.logprobs, policy, strict=True)
+                        samples[index].teacher_ratios = [theirs - ours for theirs, ours in pairs]
 
     def _queue(
         self, number: int, graded: Sequence[Graded], batches: list[list[Sample]], from_engine: bool, step: StepContext

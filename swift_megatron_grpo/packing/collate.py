@@ -77,6 +77,7 @@ class MicroBatch:
     advantages: torch.Tensor  # [m] fp32
     old_logprobs: torch.Tensor | None  # [m] fp32; None: the old policy is the trained one
     ref_logprobs: torch.Tensor | None  # [m] fp32
+    teacher_ratios: torch.Tensor | None  # [m] fp32, log(teacher / policy); None: there is no teacher
     rollout_logprobs: torch.Tensor | None  # [m] fp32, from the inference engine
     selected: torch.Tensor | None  # [m] fp32, 0 for tokens that the policy loss skips
     groups: torch.Tensor  # [s] group of a sequence, numbered within the micro batch
@@ -157,6 +158,7 @@ def collate(
         advantages=to_device(advantages.repeat_interleave(torch.tensor(counts))),
         old_logprobs=per_token([s.old_logprobs for s in chosen], "old"),
         ref_logprobs=per_token([s.ref_logprobs for s in chosen], "reference"),
+        teacher_ratios=per_token([s.teacher_ratios for s in chosen], "teacher"),
         rollout_logprobs=per_token([s.rollout_logprobs for s in chosen], "rollout"),
         selected=per_token([s.selected for s in chosen], "selected"),
         groups=to_device(torch.tensor([number[sample.group] for sample in chosen])),

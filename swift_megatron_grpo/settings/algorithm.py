@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, OneOf, Range, flag, rule
 from swift_megatron_grpo.settings.losses import Kl, LossConfig
+from swift_megatron_grpo.settings.teacher import Teacher
 
 ScaleRewards = Literal["group", "batch", "none", "gdpo"]
 
@@ -49,6 +50,7 @@ class Algorithm(Flags):
     max_resample_times: Annotated[int, AtLeast(0, use=3)]
     kl: Kl
     loss: LossConfig
+    teacher: Teacher
     num_generations: int
     micro_batch_size: int
     global_batch_size: int
@@ -64,7 +66,13 @@ class Algorithm(Flags):
         estimator, scale, kl_in_reward = self.advantage_estimator, self.scale_rewards, self.kl.kl_in_reward
         if kl_in_reward is None:
             kl_in_reward = estimator != "grpo"
-        if self.num_generations == 1 and self._has_groups:
+        if self.num_generations == 1 and self.teacher.is_alone:
+            if kl_in_reward and self.loss.beta != 0:
+                yield (
+                    "--kl_in_reward true compares the completions of a prompt, and num_generations "
+                    f"({self.num_generations}) is 1; use --kl_in_reward false"
+                )
+        elif self.num_generations == 1 and self._has_groups:
             yield (
                 f"num_generations ({self.num_generations}) must be at least 2: an advantage compares the completions "
                 "of one prompt, and a single completion would always get 0; use --num_generations 8, or "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -11,11 +11,11 @@ from swift_megatron_grpo.settings import algorithm, batches, flag, losses, run, 
 from swift_megatron_grpo.settings.adapter import Adapter
 from swift_megatron_grpo.settings.recording import CompletionLogging, Recording
 from swift_megatron_grpo.settings.reference import Reference
+from swift_megatron_grpo.settings.rewards import BadRewardPolicy
 from swift_megatron_grpo.settings.routing import Routing
 from swift_megatron_grpo.settings.servers import Engine, RemoteTurnsConfig
+from swift_megatron_grpo.settings.teacher import Teacher
 from swift_megatron_grpo.types import Quantization
-
-BadRewardPolicy = Literal["stop", "drop"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +134,7 @@ class GRPOConfig(flag.Flags):
     kl: losses.Kl
     loss: losses.LossConfig
     reference: Reference
+    teacher: Teacher
     deadlines: time_limits.TimeLimits
     routing: Routing
     batch: batches.BatchSizes

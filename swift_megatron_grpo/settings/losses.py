@@ -97,6 +97,7 @@ class LossConfig(Flags):
     max_completion_length: int = 512
     beta: Annotated[float | None, AtLeast(0, use=0)]
     kl_estimator: KlEstimator | None = None
+    teacher_kl_coef: float = 1.0
     sapo: Sapo = field(default_factory=Sapo)
     fipo: Fipo = field(default_factory=Fipo)
     correction: Correction = field(default_factory=Correction)

@@ -9,6 +9,7 @@ from swift_megatron_grpo.settings.batches import Batches
 from swift_megatron_grpo.settings.flag import Faults, Flags, flag, rule
 from swift_megatron_grpo.settings.layout import Layout, ModelShape
 from swift_megatron_grpo.settings.parallel import faults_of_layout
+from swift_megatron_grpo.settings.teacher import Teacher
 
 
 class Reference(Flags):
@@ -16,9 +17,9 @@ class Reference(Flags):
 
     ref_tensor_model_parallel_size: int | None = flag(
         None,
-        "Tensor-parallel size of the frozen reference copy (full tuning with --beta above 0), which needs less memory "
-        "than the trained model. Every --ref_..._parallel_size flag that is omitted takes the size of training. "
-        "Default: as in training.",
+        "Tensor-parallel size of frozen copies, which need less memory than the trained model: of the reference (full "
+        "tuning with --beta above 0) and of --teacher_model. Every --ref_..._parallel_size flag that is omitted takes "
+        "the size of training. Default: as in training.",
     )
     ref_pipeline_model_parallel_size: int | None = flag(
         None, "Pipeline-parallel size of the frozen reference copy. Default: as in training."
@@ -39,6 +40,7 @@ class Reference(Flags):
     trained: Adapter
     ref_adapters: list[str]
     batches: Batches
+    teacher: Teacher
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -87,10 +89,10 @@ class Reference(Flags):
         copy = self.layout(layout)
         if copy is None:
             return
-        if self.beta == 0 or self.trained.exists:
+        if (self.beta == 0 or self.trained.exists) and not self.teacher.is_copy:
             lora = "the reference of a LoRA run is the model without its adapter"
             yield (
-                "the --ref_..._parallel_size flags need a frozen reference copy, and "
+                "the --ref_..._parallel_size flags need a frozen reference copy or a --teacher_model, and "
                 f"{lora if self.trained.exists else '--beta is 0'}; leave them out"
             )
         for size, value in self.sizes.items():

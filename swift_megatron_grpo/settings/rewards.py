@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from typing import Annotated, Literal
 
-from swift_megatron_grpo.settings.config import BadRewardPolicy
 from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, flag, rule
 from swift_megatron_grpo.settings.servers import Servers
+
+BadRewardPolicy = Literal["stop", "drop"]
 
 
 class Rewards(Flags):

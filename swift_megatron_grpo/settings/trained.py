@@ -204,10 +204,11 @@ class Kernels(Flags):
 
 
 class Offloading(Flags):
-    """State that may leave the GPU while vLLM generates; offload_model includes the frozen reference."""
+    """State that may leave the GPU while vLLM generates; offload_model includes frozen reference and teacher."""
 
     offload_model: bool
     offload_optimizer: bool
+    offload_teacher_model: bool = False
     offload_grad: bool = flag(
         False,
         "Allow the gradient buffers to leave the GPU while vLLM generates and log-probs are computed, in "

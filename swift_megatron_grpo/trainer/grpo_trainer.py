@@ -15,12 +15,12 @@ from swift.utils import JsonlWriter, get_logger, is_master, safe_snapshot_downlo
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 from swift_megatron_grpo.data.image_reader import ImageReader
 from swift_megatron_grpo.loop.assemble import (
-    FrozenReference,
+    FrozenCopy,
     LoadedModels,
     RunInputs,
     assemble_loop,
     evaluation,
-    reference_engine_settings,
+    frozen_engine_settings,
     training_engine,
 )
 from swift_megatron_grpo.loop.evaluation import Evaluation
@@ -72,7 +72,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         if self.args.check_attention:
             check = partial(check_attention, self.unwrapped_models, RankPosition.from_megatron())
             self.coordinator.all_gather_or_raise(check, "checking the attention kernels")
-        self.frozen_reference = load_frozen_reference(self.args, self.settings, self.template)
+        self.frozen_reference, self.frozen_teacher = load_frozen_copies(self.args, self.settings, self.template)
 
     def _prepare_peft_model(self, models: list[torch.nn.Module]) -> list[Any]:
         args = self.args
@@ -154,7 +154,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         return LoadedModels(
             wrapped=self.wrapped_models, unwrapped=self.unwrapped_models, peft=self.peft_models,
             optimizer=self.optimizer, scheduler=self.opt_param_scheduler, bridge=self.bridge,
-            reference=self.frozen_reference,
+            reference=self.frozen_reference, teacher=self.frozen_teacher,
         )  # fmt: skip
 
     def build_engine(self) -> engine.MegatronEngine:
@@ -292,23 +292,37 @@ def _tensors(metrics: dict[str, float]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(value, device=torch.cuda.current_device()) for name, value in metrics.items()}
 
 
-def load_frozen_reference(args: GRPOArguments, config: GRPOConfig, template: Template) -> FrozenReference | None:
-    """Load the frozen copy, in its own parallel layout if it has one; None if the reference policy is not a copy."""
-    settings = config.reference
-    if settings.beta == 0 or settings.model_dir is None:
-        return None
-    sizes = settings.layout(config.batch.layout)
+def load_frozen_copies(
+    args: GRPOArguments, config: GRPOConfig, template: Template
+) -> tuple[FrozenCopy | None, FrozenCopy | None]:
+    """Load the frozen reference and the frozen teacher, in the layout of such copies; None where it is no copy.
+
+    One copy is both if they are the same model.
+    """
+    sizes = config.reference.layout(config.batch.layout)
+    if config.reference.model_dir is None and not config.teacher.is_copy:
+        return None, None
     layout = None if sizes is None else reference.ReferenceLayout(sizes, args.ddp_timeout // 60)
-    with nullcontext() if layout is None else layout.active():
-        of_copy = args.of_reference()
-        models = get_mcore_model(of_copy, template.config)
-        for model in models:
-            model.to(torch.cuda.current_device())
-        if settings.mcore_ref_model is not None:
-            load_mcore_checkpoint(of_copy, models, load_arg="mcore_ref_model")
-        else:
-            folder = safe_snapshot_download(settings.model_dir, use_hf=args.use_hf, hub_token=args.hub_token)
-            with every_tensor_read(models[0].config, args.unread_tensors):
-                models[0].config.bridge.load_weights(models, folder)
-        preparation.prepare_frozen(models, args.fast_kernels)
-        return FrozenReference(passes.Passes(models, reference_engine_settings(config)), layout)
+
+    def load(of_copy: GRPOArguments, model_config: Any, folder: str) -> FrozenCopy:
+        with nullcontext() if layout is None else layout.active():
+            models = get_mcore_model(of_copy, model_config)
+            for model in models:
+                model.to(torch.cuda.current_device())
+            if folder == of_copy.mcore_ref_model:
+                load_mcore_checkpoint(of_copy, models, load_arg="mcore_ref_model")
+            else:
+                path = safe_snapshot_download(folder, use_hf=args.use_hf, hub_token=args.hub_token)
+                with every_tensor_read(models[0].config, args.unread_tensors):
+                    models[0].config.bridge.load_weights(models, path)
+            preparation.prepare_frozen(models, args.fast_kernels)
+            return FrozenCopy(passes.Passes(models, frozen_engine_settings(config)), layout)
+
+    of_reference = of_teacher = None
+    if config.reference.model_dir is not None:
+        of_reference = load(args.of_reference(), template.config, config.reference.model_dir)
+    if config.teacher.is_copy and config.teacher.name == config.reference.model_dir:
+        of_teacher = of_reference
+    elif config.teacher.is_copy:
+        of_teacher = load(args.of_teacher(), args.teacher_model_config(template.config), args.teacher_model_dir)
+    return of_reference, of_teacher

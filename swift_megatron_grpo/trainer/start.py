@@ -10,7 +10,7 @@ import torch
 from swift.template import Template
 from swift.utils import get_dist_setting, get_logger
 
-from swift_megatron_grpo.arguments import environment, grpo_arguments, resume, to_config
+from swift_megatron_grpo.arguments import environment, grpo_arguments, resume, teachers, to_config
 from swift_megatron_grpo.generation.local.engine_settings import check_engine_settings
 from swift_megatron_grpo.generation.protocol.model_identity import model_identity
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
@@ -70,6 +70,7 @@ def _check_loaded(args: grpo_arguments.GRPOArguments, template: Template, coordi
         environment.check_weights(args.model, args.model_dir)
     if args.ref_model is not None and Path(args.ref_model).is_dir():  # a hub's is downloaded when it is loaded
         environment.check_weights(args.ref_model, args.ref_model, "ref_model")
+    teachers.check_teacher(args, template.tokenizer)
     check = partial(
         check_sources,
         model=model_identity(args.model_config),

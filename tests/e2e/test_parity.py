@@ -7,10 +7,31 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import PLUGINS, REWARDS, megatron_rlhf
+from tests.support.runs import PLUGINS, REWARDS, make_model, megatron_rlhf
+
+pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.e2e
+def both_trainers(
+    folder: Path, model: Path, dataset: Path, flags: list[str], rewards: list[str]
+) -> list[tuple[dict[str, float], dict[str, float]]]:
+    """Train with ms-swift's own trainer and with this one on the same completions; return the metrics by step."""
+    record = folder / "record.json"
+
+    def run(recorder: str, name: str, plugin: bool, *more: str) -> Path:
+        plugins = ["--external_plugins", str(REWARDS), str(PLUGINS / recorder)]
+        finished = megatron_rlhf(model, dataset, folder / name, 1, [*flags, *rewards, *plugins, *more],
+                                 {"RECORD": str(record)}, plugin=plugin, rewards=False)  # fmt: skip
+        assert finished.code == 0, finished.output[-4000:]
+        assert ("trains this run" in finished.output) == plugin
+        return finished.folder
+
+    run("record_stock.py", "stock", False)
+    log = (run("replay_recorded.py", "ours", True, "--sync_check", "off") / "logging.jsonl").read_text().splitlines()
+    ours, stock = [json.loads(line) for line in log], json.loads(record.read_text())["steps"]
+    return list(zip([line for line in ours if "loss" in line], stock, strict=True))
+
+
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [("float32", 1e-5), pytest.param("bfloat16", 1e-3, marks=pytest.mark.slow)]
 )
@@ -20,26 +41,29 @@ def test_numbers_match_the_stock_trainer(
     flags = ["--steps_per_generation", "2", "--train_iters", "4", "--beta", "0.04", "--save_steps", "100",
              "--global_batch_size", "8", "--torch_dtype", dtype, "--adam_eps", "1e-5", "--report_to", "tensorboard",
              *(["--fp16", "false"] if dtype == "float32" else [])]  # fmt: skip
-    record = tmp_path / "record.json"
-
-    def run(recorder: str, name: str, plugin: bool, *more: str) -> Path:
-        plugins = ["--external_plugins", str(REWARDS), str(PLUGINS / recorder)]
-        finished = megatron_rlhf(dense, dataset, tmp_path / name, 1, [*flags, *plugins, *more],
-                                 {"RECORD": str(record)}, plugin=plugin)  # fmt: skip
-        assert finished.code == 0, finished.output[-4000:]
-        assert ("trains this run" in finished.output) == plugin
-        return finished.folder
-
-    run("record_stock.py", "stock", False)
-    folder = run("replay_recorded.py", "ours", True, "--sync_check", "off")
-    stock_steps = json.loads(record.read_text())["steps"]
-    logged = [json.loads(line) for line in (folder / "logging.jsonl").read_text().splitlines()]
-    steps = [line for line in logged if "loss" in line]
-    assert len(steps) == len(stock_steps) == 4
-    for step, stock in zip(steps, stock_steps, strict=True):
+    steps = both_trainers(tmp_path, dense, dataset, flags, ["--reward_funcs", "letters"])
+    assert len(steps) == 4
+    for step, stock in steps:
         assert step["loss"] == pytest.approx(stock["loss"], abs=tolerance)
         # The stock trainer logs the mean over micro batches of their token means, which depends on how completions
         # are split into micro batches; ours is the mean over all tokens. The loss contains the same KL in both.
         assert step["kl"] == pytest.approx(stock["kl"], rel=0.05, abs=tolerance)
         assert step["grad_norm"] == pytest.approx(stock["grad_norm"], rel=tolerance)
-    assert any(abs(step["loss"]) > 1e-4 for step in steps) and steps[-1]["kl"] > 1e-4  # the comparison is not trivial
+    assert any(abs(step["loss"]) > 1e-4 for step, _ in steps) and steps[-1][0]["kl"] > 1e-4  # it is not trivial
+
+
+@pytest.mark.parametrize("rewards", [["--reward_funcs", "letters"], []], ids=["rewards", "no rewards"])
+def test_a_teachers_numbers_match_the_stock_trainer(
+    tmp_path: Path, dense: Path, dataset: Path, rewards: list[str]
+) -> None:
+    teacher = make_model(tmp_path / "teacher", extra=["--seed", "5", "--layers", "6", "--hidden", "96"])
+    flags = ["--steps_per_generation", "2", "--train_iters", "4", "--save_steps", "100", "--global_batch_size", "8",
+             "--torch_dtype", "float32", "--fp16", "false", "--adam_eps", "1e-5", "--temperature", "0.7",
+             "--report_to", "tensorboard", "--teacher_model", str(teacher), "--teacher_model_type",
+             "qwen3", "--teacher_kl_coef", "0.5"]  # fmt: skip
+    steps = both_trainers(tmp_path, dense, dataset, flags, rewards)
+    assert len(steps) == 4
+    for step, stock in steps:
+        assert step["loss"] == pytest.approx(stock["loss"], abs=1e-5)
+        assert step["grad_norm"] == pytest.approx(stock["grad_norm"], rel=1e-4)
+        assert step["teacher_kl"] > 1e-3 and abs(step["loss"]) > 1e-4

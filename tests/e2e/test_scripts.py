@@ -87,14 +87,6 @@ def test_a_published_script_is_accepted_and_runs_two_steps(name: str, tmp_path: 
 
 @pytest.mark.e2e
 @pytest.mark.skipif(not ON_CPU, reason="forks a preloaded process")
-@pytest.mark.parametrize("name", [name for name, refused in NOT_RUN.items() if refused.startswith("--")])
-def test_a_script_with_a_refused_flag_is_refused_by_its_name(name: str, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=f"{NOT_RUN[name]} "):
-        rehearsal_of(SCRIPTS[name], tmp_path)
-
-
-@pytest.mark.e2e
-@pytest.mark.skipif(not ON_CPU, reason="forks a preloaded process")
 def test_a_script_with_names_of_ms_swift_3_is_refused_with_all_new_names(tmp_path: Path) -> None:
     script = SCRIPTS["moe_colocate_lora"]
     old = replace(script, flags=script.flags.replace("--tuner_type", "--train_type") + " --save_interval 10 --lrr 1")

@@ -82,13 +82,16 @@ class Policy:
 
 @dataclass
 class Reference:
-    """A reference policy with a constant log-prob."""
+    """A frozen policy with a constant log-prob."""
 
     events: list[str]
+    name: str = "reference"
+    logprob: float = -3.0
 
     def infer(self, samples: Sequence[Sample]) -> dict[int, TokenValues]:
-        self.events.append("reference")
-        return {index: TokenValues([-3.0] * sum(sample.completion_mask), None) for index, sample in enumerate(samples)}
+        self.events.append(self.name)
+        lengths = [sum(sample.completion_mask) for sample in samples]
+        return {index: TokenValues([self.logprob] * length, None) for index, length in enumerate(lengths)}
 
 
 @dataclass
@@ -99,6 +102,8 @@ class Residency:
         self.events.append("policy reloads")
 
     def for_reference(self) -> None: ...
+
+    def for_teacher(self) -> None: ...
 
     def for_training(self) -> None: ...
 
@@ -144,11 +149,12 @@ def fake_run(
     rounding: float | None = None,
     top_entropy_quantile: float = 1.0,
     dropped: int = 0,
+    teacher: float | None = None,
 ) -> FakeRun:
     """Create a run of rollouts of 3 prompts with 2 completions; with a `dump`, it continues what is in the folder.
 
     The text of a completion is the id of its prompt, and its reward the length of its text; that of the first `dropped`
-    completions is NaN, with --bad_reward drop.
+    completions is NaN, with --bad_reward drop. `teacher`: its log-prob of every token.
     """
     events: list[str] = []
     logged: list[Graded] = []
@@ -168,7 +174,8 @@ def fake_run(
         ),
         deadlines=SimpleNamespace(reward_timeout=None), sampling=SAMPLING, evaluation=EVALUATION,
         routing=routing or routing_of(), recording=Recording(rollout_dump=dump and str(dump), resume="auto"),
-        typed=(), vocabulary=99, loss=loss, kl=kl or kl_of(), rollout_logprobs_interval=2,
+        teacher=SimpleNamespace(name=None if teacher is None else "teacher"), typed=(), vocabulary=99,
+        loss=loss, kl=kl or kl_of(), rollout_logprobs_interval=2,
     )  # fmt: skip
 
     def length(completions: list[str], **columns: Any) -> list[float]:
@@ -182,7 +189,8 @@ def fake_run(
         spare_prompts=PromptSource(ROWS, 2, True, label="spare-"),
         image_reader=None, generation=engine, sync=engine, coordinator=ranks, replay=None, training=policy,
         rewards=RewardFunctions(["length"], [length]),
-        reference=Reference(events) if loss.beta else None, residency=Residency(events),
+        reference=Reference(events) if loss.beta else None,
+        teacher=None if teacher is None else Reference(events, "teacher", teacher), residency=Residency(events),
         logprob_check=SimpleNamespace(check=lambda samples, rounding: events.append("compare log-probs")),
         router_agreement=None, log=SimpleNamespace(append=logged.extend),
         dump=dump and RolloutDump(dump, DUMPED, 0, writes_here=True, keeps_later=True),

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# Scripts that are not run in tests/e2e/test_scripts.py, with the flag or the type of the model that is refused.
+# Scripts that are not run in tests/e2e/test_scripts.py, with the type of the model that is refused.
 NOT_RUN = {
-    "opd_rl": "--teacher_model",
     "deepseek_v41_colocate_full": "deepseek_v41",
     "deepseek_v41_colocate_lora": "deepseek_v41",
     "deepseek_v41_megatron_grpo": "deepseek_v41",

@@ -78,6 +78,8 @@ def make_rehearsal(script: str, folder: Path, ranks: int, steps: int, environmen
         replaced.append(f"--model {flags['model'][0]}: a random model of type {architecture.hf_type}")
     tiny = save_tiny_model(folder / "model", architecture.hf_type)
     reduced = reduce(published, ranks, steps) | {"model": [str(tiny)]} | _on_cpu(published)
+    if "teacher_model" in flags:
+        replaced += _replace_teacher(flags, folder, published, reduced)
     server = None
     if flags.get("vllm_mode") == ["server"]:
         given = rollouts[0] if rollouts else _of_server(published)  # another script may start the server
@@ -85,6 +87,23 @@ def make_rehearsal(script: str, folder: Path, ranks: int, steps: int, environmen
         for name in ("vllm_server_host", "vllm_server_port"):
             reduced.pop(name, None)
     return Rehearsal(_count(run, "NPROC_PER_NODE") * _count(run, "NNODES"), published, ranks, reduced, server, replaced)
+
+
+def _replace_teacher(flags: Flags, folder: Path, published: Flags, reduced: Flags) -> list[str]:
+    """Set the teachers of both runs; that of a run which teaches itself is its model. Return what was replaced."""
+    from swift_megatron_grpo.cli.tiny_models import save_large_config, save_tiny_model
+
+    [name] = flags["teacher_model"]
+    if [name] == flags["model"]:
+        published["teacher_model"], reduced["teacher_model"] = published["model"], reduced["model"]
+        return []
+    teacher = architecture_of({"model": [name], "model_type": flags.get("teacher_model_type", [])})
+    published["teacher_model_type"] = reduced["teacher_model_type"] = [teacher.model_type]
+    reduced["teacher_model"] = [str(save_tiny_model(folder / "teacher", teacher.hf_type))]
+    if (Path(name).expanduser() / "config.json").is_file():
+        return []
+    published["teacher_model"] = [str(save_large_config(folder / "large_teacher", teacher.hf_type, teacher.class_name))]
+    return [f"--teacher_model {name}: a random model of type {teacher.hf_type}"]
 
 
 def _count(launch: Launch, name: str) -> int:

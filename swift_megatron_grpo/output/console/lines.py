@@ -12,8 +12,9 @@ _STATUS_BAR = 24  # characters for the steps that are done
 _WINDOW = 20  # rollouts over which the pace is measured
 _PHASE = "time/"
 _LETTERS = {
-    "train": "T", "generation": "G", "old_logprobs": "O", "ref_logprobs": "R", "weight_sync": "W", "sync_check": "C",
-    "grading": "F", "phase_switch": "P", "entropies": "E", "kl_in_reward": "K", "dump": "D", "replay": "D",
+    "train": "T", "generation": "G", "old_logprobs": "O", "ref_logprobs": "R", "teacher_logprobs": "H",
+    "weight_sync": "W", "sync_check": "C", "grading": "F", "phase_switch": "P",
+    "entropies": "E", "kl_in_reward": "K", "dump": "D", "replay": "D",
     "router_agreement": "A",
 }  # fmt: skip
 _OTHER = "."  # checkpoints, evaluation, logs

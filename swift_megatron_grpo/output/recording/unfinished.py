@@ -7,7 +7,7 @@ The first line has the values of all completions, each further line one completi
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,19 @@ class UnfinishedRollout:
     """A whole rollout, of which some steps are done."""
 
     number: int
-    settings: Mapping[str, float]  # that the resumed run must share, by flag
+    settings: Mapping[str, float | str | None]  # that the resumed run must share, by flag
     graded: Sequence[Graded]
     old_logprobs: Sequence[list[float] | None]  # by completion; None: the step computes them itself
     from_engine: bool  # True: older weights generated it, so the engine's log-probs are the old ones
+    teacher_ratios: Sequence[list[float] | None] = field(default_factory=list)  # by completion; empty: no teacher
 
 
-def shared_settings(config: GRPOConfig) -> Mapping[str, float]:
+def shared_settings(config: GRPOConfig) -> Mapping[str, float | str | None]:
     """Return the settings that a run must share to continue a rollout of another one, by flag."""
     names = ("num_generations", "generation_batch_size", "global_batch_size")
     of_batch = {name: getattr(config.batch, name) for name in names}
-    return {**of_batch, "num_iterations": config.num_iterations, "temperature": config.sampling.temperature}
+    of_config = {"num_iterations": config.num_iterations, "temperature": config.sampling.temperature}
+    return {**of_batch, **of_config, "teacher_model": config.teacher.name}
 
 
 def save_unfinished(folder: Path, rollout: UnfinishedRollout | None, digests: rows.Digests) -> None:
@@ -51,6 +53,7 @@ def save_unfinished(folder: Path, rollout: UnfinishedRollout | None, digests: ro
         "rewards": [graded.reward for graded in rollout.graded],
         "advantages": [graded.advantage for graded in rollout.graded],
         "old_logprobs": list(rollout.old_logprobs),
+        "teacher_ratios": list(rollout.teacher_ratios),
     }
     write_durably(path, [json.dumps(values) + "\n", *rows.to_lines(rollout.graded, digests)])
 
@@ -58,7 +61,7 @@ def save_unfinished(folder: Path, rollout: UnfinishedRollout | None, digests: ro
 def read_unfinished(
     folder: Path,
     number: int,
-    settings: Mapping[str, float],
+    settings: Mapping[str, float | str | None],
     find_prompt: Callable[[str], Prompt],
     limits: rows.Limits,
     digests: rows.Digests,
@@ -84,7 +87,8 @@ def read_unfinished(
         prompt = find_prompt(rows.parsed(line)["prompt_id"])
         rollout, rewards = rows.from_line(line, prompt, images(prompt), limits)
         graded.append(Graded(rollout, rewards, reward, advantage))
-    return UnfinishedRollout(number, settings, graded, values["old_logprobs"], values["from_engine"])
+    ratios = values.get("teacher_ratios", [])  # checkpoints of 0.1.0 have none
+    return UnfinishedRollout(number, settings, graded, values["old_logprobs"], values["from_engine"], ratios)
 
 
 # ---- the logs of a run that resumes in its own folder: every step and every rollout stands there once

@@ -76,18 +76,24 @@ class Terms:
     old: torch.Tensor  # [m] log-probs of the old policy by the trainer, or of an older policy by the inference engine
     log_ratio: torch.Tensor  # [m] logprobs - old
     ratio: torch.Tensor  # [m] importance of a token at --importance_sampling_level
-    advantages: torch.Tensor  # [m]
+    advantages: torch.Tensor  # [m] with the teacher's
 
     @classmethod
-    def of(cls, batch: MicroBatch, output: TokenOutput, level: RatioLevel) -> Terms:
+    def of(cls, batch: MicroBatch, output: TokenOutput, level: RatioLevel, teacher_kl_coef: float = 1.0) -> Terms:
+        """Return the inputs. With a teacher, a token's advantage grows by the coefficient times log(teacher / policy).
+
+        That is one sample of the reverse KL as a reward, as in ms-swift's OPD-RL.
+        """
         rows = Rows.of(batch)
         # On the first step after a rollout the policy is the old one itself: the ratio is exactly 1.
         old = output.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         log_ratio = output.logprobs - old
         ratio = at_level(log_ratio, rows, level).clamp(-SAFE, SAFE).exp()
+        ratios, advantages = batch.teacher_ratios, batch.advantages
         return cls(
             batch=batch, rows=rows, logprobs=output.logprobs, entropy=output.entropy, old=old, log_ratio=log_ratio,
-            ratio=ratio, advantages=batch.advantages,
+            ratio=ratio,
+            advantages=advantages if ratios is None else advantages + teacher_kl_coef * ratios,
         )  # fmt: skip
 
 

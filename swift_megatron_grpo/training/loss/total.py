@@ -51,7 +51,7 @@ def reads_entropy(config: LossConfig) -> bool:
 
 def loss(batch: MicroBatch, output: TokenOutput, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
     """Compute this micro batch's share of the step's loss, and of its metrics."""
-    terms = Terms.of(batch, output, config.importance_sampling_level)
+    terms = Terms.of(batch, output, config.importance_sampling_level, config.teacher_kl_coef)
     recipe = LOSSES[config.name]
     weights, kept, metrics = _corrections(terms, config)
 
@@ -76,6 +76,9 @@ def loss(batch: MicroBatch, output: TokenOutput, config: LossConfig) -> tuple[to
         kl = ESTIMATORS[config.estimator](terms.logprobs, batch.ref_logprobs)
         total = total + config.kl_weight * share(kl)
         metrics["kl"] = averages.token_mean(kl, batch)
+    if batch.teacher_ratios is not None:
+        zeros = torch.zeros_like(batch.teacher_ratios)
+        metrics["teacher_kl"] = averages.token_mean(k3(zeros, batch.teacher_ratios), batch)
     if terms.entropy is not None:
         if config.entropy_coef:
             total = total - config.entropy_coef * share(terms.entropy)

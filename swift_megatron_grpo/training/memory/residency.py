@@ -32,10 +32,11 @@ class Residency:
         self,
         config: Offloading,
         models: Sequence[torch.nn.Module],  # as wrapped for training (DDP)
-        frozen: Sequence[torch.nn.Module],  # of the reference policy
+        reference: Sequence[torch.nn.Module],  # of the frozen copy
         optimizer: MegatronOptimizer,
         log: Callable[[str], None],  # called when a decision changes
         free_memory: Callable[[], int] = lambda: torch.cuda.mem_get_info()[0],  # the driver's, of all processes
+        teacher: Sequence[torch.nn.Module] = (),  # empty also if it is the frozen copy of the reference
     ) -> None:
         stream = torch.cuda.Stream()
         self._models = models
@@ -49,11 +50,12 @@ class Residency:
         ) -> offload.StorageGroup:
             return offload.StorageGroup(name, find, offload.HostCopy(name, stream, rarely_written))
 
-        self._reference = copied(
-            "reference policy",
-            lambda: offload.frozen_storages(frozen) + offload.trained_storages(frozen),
-            rarely_written=True,
-        )
+        def frozen(name: str, models: Sequence[torch.nn.Module]) -> offload.StorageGroup:
+            return copied(name, lambda: offload.frozen_storages(models) + offload.trained_storages(models), True)
+
+        self._reference = frozen("reference policy", reference)
+        self._teacher = frozen("teacher", teacher) if teacher else self._reference
+        self._frozen = [self._reference, *([self._teacher] if teacher else [])]
         self._optimizer = copied("optimizer state", partial(offload.optimizer_storages, optimizer, models))
         self._policy = [
             copied("frozen weights", partial(offload.frozen_storages, models), rarely_written=True),
@@ -63,20 +65,26 @@ class Residency:
         self._movable = [
             *([self._gradients] if config.offload_grad else []),
             *([self._reference] if config.offload_model else []),
+            *([self._teacher] if teacher and (config.offload_model or config.offload_teacher_model) else []),
             *([self._optimizer] if config.offload_optimizer else []),
             *(self._policy if config.offload_model else []),
         ]
         self._chosen: set[str] | None = None  # names of the groups to offload, by the last decision
         self._logged: dict[str, set[str]] = {}  # the same as it was logged last, by the moment of the decision
-        self._reference_fits_training: bool | None = None
-        self._spare_in_training: int | None = None  # with the reference on the GPU; the least since the last decision
+        self._frozen_fit_training: bool | None = None
+        self._spare_in_training: int | None = None  # with them on the GPU; the least since the last decision
         for inner in offload.torch_optimizers(optimizer):
             inner.register_step_pre_hook(self._before_update)
 
     @property
     def groups(self) -> Mapping[str, offload.StorageGroup]:
         """All groups by name, including those that may not be offloaded."""
-        return {group.name: group for group in (self._gradients, self._reference, self._optimizer, *self._policy)}
+        return {group.name: group for group in (self._gradients, *self._frozen, self._optimizer, *self._policy)}
+
+    @property
+    def _movable_frozen(self) -> list[offload.StorageGroup]:
+        """The frozen policies that may be offloaded, without one that has no weights of its own."""
+        return [group for group in self._frozen if group in self._movable and group.nbytes()]
 
     def make_room(self, needed: int) -> None:
         """Decide what to offload, and offload all of it but the policy.
@@ -106,12 +114,14 @@ class Residency:
         self._reload(*self._policy)
 
     def for_reference(self) -> None:
-        self._reload(*self._policy, self._reference)
+        self._reload_frozen(self._reference)
+
+    def for_teacher(self) -> None:
+        self._reload_frozen(self._teacher)
 
     def for_training(self) -> None:
-        """Reload everything that a training step reads; offload the reference if it does not fit."""
-        if self._reference in self._movable and not self._reference_fits_training:
-            self._reference.offload()
+        """Reload everything that a training step reads; offload frozen policies if they do not fit."""
+        self._offload_frozen()
         self._reload(*self._policy, self._gradients)
         self._optimizer.begin_reload()  # overlaps with forward and backward; _before_update is the first to read it
 
@@ -135,11 +145,22 @@ class Residency:
         for group in groups:
             group.finish_reload()
 
+    def _reload_frozen(self, group: offload.StorageGroup) -> None:
+        """Reload a frozen policy, and the trained one, which may have the same weights; offload the other."""
+        self._offload_frozen(keep=group)
+        self._reload(*self._policy, group)
+
+    def _offload_frozen(self, keep: offload.StorageGroup | None = None) -> None:
+        if not self._frozen_fit_training:
+            for group in self._movable_frozen:
+                if group is not keep:
+                    group.offload()
+
     def _before_update(self, *_: Any) -> None:
         """Wait for the optimizer's state, and measure spare memory: the allocator still holds the peak of training."""
         self._optimizer.finish_reload()
-        if self._reference in self._movable and (size := self._reference.nbytes()):
-            spare = self._free_memory() - (size if self._reference.is_offloaded else 0)
+        if frozen := self._movable_frozen:
+            spare = self._free_memory() - sum(group.nbytes() for group in frozen if group.is_offloaded)
             self._spare_in_training = min(spare, spare if self._spare_in_training is None else self._spare_in_training)
 
     def _decide_about_training(self) -> None:
@@ -148,11 +169,14 @@ class Residency:
         if spare is None:  # nothing was trained since
             return
         fits = spare >= TRAINING_MARGIN
-        before = self._reference_fits_training
-        self._reference_fits_training = fits
+        before = self._frozen_fit_training
+        self._frozen_fit_training = fits
         if fits is not before:
-            action = "stays on the GPU" if fits else "is offloaded"
-            self._log(f"the reference policy {action} in training: next to it {max(spare, 0) / GIB:.1f} GiB are free")
+            names = [group.name for group in self._movable_frozen]
+            kept, moved = ("stays", "is") if len(names) == 1 else ("stay", "are")
+            action = f"{kept} on the GPU" if fits else f"{moved} offloaded"
+            free = f"{max(spare, 0) / GIB:.1f} GiB are free"
+            self._log(f"the {' and the '.join(names)} {action} in training: next to it {free}")
 
     def _decide_what_to_offload(self, needed: int, moment: str) -> None:
         free = self._free_memory()

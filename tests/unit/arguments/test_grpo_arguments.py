@@ -243,7 +243,7 @@ def test_adapters_on_tensor_parallel_experts_are_refused(typed: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"beta": 0.0}, "need a frozen reference copy, and --beta is 0; leave them out"),
+        ({"beta": 0.0}, "need a frozen reference copy or a --teacher_model, and --beta is 0; leave them out"),
         (
             {"beta": 0.1, "tuner_type": "lora"},
             "the reference of a LoRA run is the model without its adapter; leave them",

@@ -17,10 +17,10 @@ from datasets import Dataset
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.loop import assemble
 from swift_megatron_grpo.loop.assemble import (
-    FrozenReference,
+    FrozenCopy,
     LoadedModels,
     engine_settings,
-    reference_engine_settings,
+    frozen_engine_settings,
     reference_policy,
 )
 from swift_megatron_grpo.loop.checks import canary
@@ -73,28 +73,28 @@ def inputs_of(**changed: Any) -> Any:
 
 def test_a_reference_in_another_layout_has_the_budget_of_forward_passes() -> None:
     trained = replace(MICRO_BATCHES, max_tokens_per_micro_batch=100, share_prompts="true")
-    settings = reference_engine_settings(config_of(micro_batches=trained, reference=IN_OWN_LAYOUT))
+    settings = frozen_engine_settings(config_of(micro_batches=trained, reference=IN_OWN_LAYOUT))
     assert settings.max_tokens == 100 and settings.share_prompts_from == 0.05  # its layout may not allow more
     larger = replace(trained, infer_max_tokens_per_micro_batch=300)
-    assert reference_engine_settings(config_of(micro_batches=larger, reference=IN_OWN_LAYOUT)).max_tokens == 300
+    assert frozen_engine_settings(config_of(micro_batches=larger, reference=IN_OWN_LAYOUT)).max_tokens == 300
 
 
 def test_a_reference_in_another_layout_has_micro_batches_of_completions() -> None:
     """A rank may get another number of samples than it trains, so the micro batches of a pass may be smaller."""
-    settings = reference_engine_settings(config_of(reference=IN_OWN_LAYOUT))
+    settings = frozen_engine_settings(config_of(reference=IN_OWN_LAYOUT))
     assert (settings.micro_batch_size, settings.infer_micro_batch_size) == (1, 4)
 
 
 def test_a_reference_in_the_layout_of_training_has_its_settings() -> None:
     config = config_of(reference=REFERENCE)
-    assert reference_engine_settings(config) == engine_settings(config)
+    assert frozen_engine_settings(config) == engine_settings(config)
     assert engine_settings(config).temperature == SAMPLING.temperature
 
 
 # ---- the reference policy
 
 
-def models(reference: FrozenReference | None = None, peft: Sequence[Any] = ()) -> LoadedModels:
+def models(reference: FrozenCopy | None = None, peft: Sequence[Any] = ()) -> LoadedModels:
     return LoadedModels([], [], list(peft), None, None, None, reference)
 
 
@@ -120,9 +120,9 @@ def test_the_reference_is_the_copy_or_the_model_with_another_adapter() -> None:
     layout: Any = SimpleNamespace(active=partial(noted, "layout"))
     adapter: Any = SimpleNamespace(disable_adapter=partial(noted, "disabled"), modules=list)
     nothing: Any = None
-    assert reference_policy(config_of(), models(FrozenReference(passes("copy"), None)), nothing, nothing) is None
-    assert infer(REFERENCE, models(FrozenReference(passes("copy"), None))) == ["copy"]
-    assert infer(REFERENCE, models(FrozenReference(passes("copy"), layout))) == ["copy", "layout"]
+    assert reference_policy(config_of(), models(FrozenCopy(passes("copy"), None)), nothing, nothing) is None
+    assert infer(REFERENCE, models(FrozenCopy(passes("copy"), None))) == ["copy"]
+    assert infer(REFERENCE, models(FrozenCopy(passes("copy"), layout))) == ["copy", "layout"]
     assert infer(REFERENCE, models(peft=[adapter])) == ["trained", "disabled"]
     assert infer(SimpleNamespace(beta=0.1, sizes={}, adapter="folder"), models(peft=[adapter])) == ["trained"]
 

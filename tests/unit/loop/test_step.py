@@ -109,6 +109,22 @@ def test_every_step_has_reference_log_probs() -> None:
     assert [[sample.ref_logprobs for sample in batch] for batch in run.policy.trained] == [[[-3.0]] * 3] * 2
 
 
+def test_a_teacher_is_compared_with_the_policy_before_the_first_update() -> None:
+    run = fake_run(steps_per_generation=2, teacher=-2.5)
+    train(run, 2)
+    assert run.events.count("infer") == run.events.count("teacher") == 2
+    assert [[sample.teacher_ratios for sample in batch] for batch in run.policy.trained] == [[[-2.5 - BEFORE]] * 3] * 2
+    assert [old_logprobs(batch) for batch in run.policy.trained] == [[None] * 3, [[BEFORE]] * 3]
+
+
+def test_a_teacher_of_stale_completions_is_compared_with_the_trainers_policy() -> None:
+    run = fake_run(max_staleness=1, teacher=-2.5)
+    train(run, 2)
+    assert [old_logprobs(batch) for batch in run.policy.trained] == [[None] * 6, [[LOGPROB]] * 6]
+    found = [[sample.teacher_ratios for sample in batch] for batch in run.policy.trained]
+    assert found == [[[-2.5 - BEFORE]] * 6, [[-2.5 - BEFORE - STEP]] * 6]
+
+
 def test_a_kl_in_the_reward_is_not_part_of_the_loss() -> None:
     run = fake_run(loss=replace(LOSS, beta=0.1), kl=kl_of(in_reward=True))
     [metrics] = train(run, 1)

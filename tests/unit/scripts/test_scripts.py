@@ -250,6 +250,7 @@ def test_a_noun_is_trained_or_held_out_and_its_plural_alone_is_right(tmp_path: P
         "benchmarks/bench_lanes.sh",
         "templates/dense_server.sh",
         "templates/async_server.sh",
+        "templates/opd.sh",
         "templates/qwen3_5_lora.sh",
         "templates/vl_lora.sh",
         "templates/vl_server.sh",

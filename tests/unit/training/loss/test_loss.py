@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from swift.rl_core.advantage import expand_advantage_to_per_token
 
 from swift_megatron_grpo.settings.losses import Correction, Fipo, LossConfig
 from swift_megatron_grpo.training.loss import LOSSES, effective_sample_size
@@ -270,3 +271,25 @@ def test_effective_sample_size_is_computed_over_the_whole_step() -> None:
     expected = (sum(rho) / len(rho)) ** 2 / (sum(x * x for x in rho) / len(rho))
     assert whole["rollout_correction/ess"] == pytest.approx(expected, rel=1e-5)
     assert not any("ess_" in name for name in whole)
+
+
+def test_a_teacher_adds_its_log_ratio_to_the_advantage_of_each_token() -> None:
+    """As ms-swift does: expand_advantage_to_per_token of its package, in a step whose ratios are 1."""
+    step = make_step([3, 5, 2, 4], seed=3)
+    ratios = [[0.3 * t - 0.5 for t in range(len(values))] for values in step.logprobs]
+    mask = torch.zeros(4, 5)
+    teacher, policy = torch.zeros(4, 5), torch.zeros(4, 5)
+    for i, sample in enumerate(step.samples):
+        sample.old_logprobs, sample.teacher_ratios = list(step.logprobs[i]), ratios[i]
+        length = len(ratios[i])
+        mask[i, :length] = 1
+        policy[i, :length] = torch.tensor(step.logprobs[i])
+        teacher[i, :length] = policy[i, :length] + torch.tensor(ratios[i])
+    advantages = torch.tensor([sample.advantage for sample in step.samples])
+    expected = expand_advantage_to_per_token(advantages, mask, teacher, policy, teacher_kl_coef=0.7)
+    result = run(step, replace(PLAIN, loss_type="dapo", beta=0.0, teacher_kl_coef=0.7), [[0, 1], [2, 3]])
+    for i, gradient in result.gradients.items():
+        wanted = (-expected[i, : len(gradient)] / 14).tolist()  # of -r A, over all tokens
+        assert gradient == pytest.approx(wanted, abs=1e-6)
+    kl = [math.exp(ratio) - ratio - 1 for row in ratios for ratio in row]
+    assert result.metrics["teacher_kl"] == pytest.approx(sum(kl) / 14, rel=1e-5)

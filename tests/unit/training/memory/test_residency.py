@@ -96,3 +96,28 @@ def test_what_the_cache_lacks_is_offloaded_after_the_weight_sync(device: Device)
     residency.for_generation(NEEDED)
     assert offloaded(residency) == ["weights"]  # there are no gradients and no states of the optimizer yet
     assert logged[-1].startswith("After the weight sync: ") and logged[-1].endswith("the trainer offloads weights")
+
+
+@pytest.mark.parametrize("flag", ["offload_model", "offload_teacher_model"])
+def test_frozen_policies_take_turns_unless_they_fit_beside_training(device: Device, flag: str) -> None:
+    logged: list[str] = []
+    model, reference, teacher = (torch.nn.Linear(8, 8) for _ in range(3))
+    inner = torch.optim.Adam(model.parameters())
+    optimizer: Any = SimpleNamespace(optimizer=inner, zero_grad=inner.zero_grad)
+    config = Offloading(**{"offload_model": False, "offload_optimizer": False, flag: True})
+    weights = teacher.weight.detach().clone()
+    residency = Residency(config, [model], [reference], optimizer, logged.append, device.free_memory, [teacher])
+    both = flag == "offload_model"
+    residency.for_reference()
+    assert offloaded(residency) == ["teacher"]
+    residency.for_teacher()
+    assert offloaded(residency) == ["reference policy"] * both and teacher.weight.equal(weights)
+    residency.for_training()
+    assert offloaded(residency) == [*["reference policy"] * both, "teacher"]
+    model(torch.ones(1, 8)).sum().backward()
+    inner.step()  # measures 10 GiB
+    residency.make_room(0)
+    residency.for_teacher()
+    residency.for_training()
+    names = "the reference policy and the teacher stay" if both else "the teacher stays"
+    assert offloaded(residency) == ["reference policy"] * both and logged[0].startswith(f"{names} on the GPU")

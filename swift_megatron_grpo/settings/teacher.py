@@ -1,0 +1,85 @@
+"""A teacher: another policy, to which the trained one is drawn on its own completions (on-policy distillation, OPD)."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from swift_megatron_grpo.settings.adapter import Adapter
+from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, rule
+from swift_megatron_grpo.settings.rewards import Rewards
+
+_PER_TOKEN = "compares whole completions, and a teacher gives every token an advantage of its own"
+
+
+class Teacher(Flags):
+    """The source of the teacher's log-probs, and what excludes a teacher, or needs rewards beside it."""
+
+    teacher_model: str | None
+    teacher_kl_coef: Annotated[float, AtLeast(0, use=1.0, why="a negative one leads away from the teacher")]
+    _teacher_use_disable_adapter: bool  # ms-swift's, in place of a --teacher_model that is the --model of a LoRA run
+    model: str | None
+    trained: Adapter
+    rewards: Rewards
+    loss_type: str | None
+    scale_rewards: str | None
+    dynamic_sample: bool
+    off_policy_sequence_mask_delta: float | None
+    val_dataset: list[str]
+    split_dataset_ratio: float
+
+    @property
+    def is_base(self) -> bool:
+        """True if the teacher is the trained model without its adapter."""
+        same = self.teacher_model is not None and self.teacher_model == self.model
+        return self._teacher_use_disable_adapter or (self.trained.exists and same)
+
+    @property
+    def exists(self) -> bool:
+        return self.teacher_model is not None or self.is_base
+
+    @property
+    def is_copy(self) -> bool:
+        """True if the teacher is a model of its own, which is loaded beside the trained one."""
+        return self.exists and not self.is_base
+
+    @property
+    def name(self) -> str | None:
+        """The model of the teacher; None: there is no teacher."""
+        return self.model if self.is_base else self.teacher_model
+
+    @property
+    def is_alone(self) -> bool:
+        """True if a run has no rewards: the teacher alone says what is learned."""
+        rewards = self.rewards
+        graded = rewards.servers.reward_funcs or rewards.by_environment or rewards.by_servers
+        return self.exists and not graded
+
+    @rule
+    def advantages_are_of_tokens(self) -> Faults:
+        if not self.exists:
+            return
+        if self.loss_type in ("real", "fipo"):
+            yield f"--teacher_model with --loss_type {self.loss_type}, which {_PER_TOKEN}; use --loss_type grpo"
+        if self.off_policy_sequence_mask_delta is not None:
+            yield (
+                f"--teacher_model with --off_policy_sequence_mask_delta {self.off_policy_sequence_mask_delta}, which "
+                f"{_PER_TOKEN}; leave one of them out"
+            )
+
+    @rule
+    def what_needs_rewards_has_them(self) -> Faults:
+        if not self.is_alone:
+            return
+        without = "needs rewards, and a run with --teacher_model alone has none; use --reward_funcs as well"
+        if self.dynamic_sample:
+            yield f"--dynamic_sample true {without}, or --dynamic_sample false"
+        if self.scale_rewards == "gdpo":
+            yield f"--scale_rewards gdpo {without}, or --scale_rewards group"
+        if self.val_dataset or self.split_dataset_ratio > 0:
+            flag = "val_dataset" if self.val_dataset else "split_dataset_ratio"
+            yield f"--{flag}: an evaluation {without}, or leave --{flag} out"
+        if self.teacher_kl_coef == 0:
+            yield (
+                "--teacher_kl_coef 0 with --teacher_model and no rewards: every advantage would be 0, so nothing would "
+                "be trained; use --teacher_kl_coef 1"
+            )

@@ -1,0 +1,44 @@
+"""Two steps with a teacher of another shape are equal in every layout, and with the teacher in a layout of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from swift_megatron_grpo.cli.check_layouts.layouts import Variant
+from tests.dist.conftest import Ranks
+from tests.support.runs import make_model
+
+pytestmark = pytest.mark.dist
+LAYOUTS = ["mbs8", "tp2+sp", "pp2", "cp2", "dp2", "pp2+vpp2", "dp2, teacher tp2", "tp2+sp, teacher dp2"]
+OF_TEACHER = {"teacher tp2": ["--ref_tensor_model_parallel_size", "2"],
+              "teacher dp2": ["--ref_tensor_model_parallel_size", "1"]}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("teachers")
+    return make_model(folder / "teacher", extra=["--seed", "5", "--layers", "8", "--hidden", "96"])
+
+
+def steps(ranks: Ranks, teacher: Path, tuner: str, layout: str) -> list[dict[str, float]]:
+    trained, _, of_teacher = layout.partition(", ")
+    variant = Variant.parse(trained)
+    flags = [*ranks.layout_flags("dense", tuner), *variant.flags(), *OF_TEACHER.get(of_teacher, []),
+             "--temperature", "0.7", "--teacher_model", str(teacher), "--teacher_model_type", "qwen3"]  # fmt: skip
+    name = f"teacher-{tuner}-{layout}"
+    ranks.call(name, "teacher_runs:steps", variant.ranks, flags)
+    found: list[dict[str, float]] = ranks.report(name, 0)["steps"]
+    return found
+
+
+@pytest.mark.parametrize("tuner", ["full", "lora"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_teachers_steps_do_not_depend_on_the_layout(ranks: Ranks, teacher: Path, tuner: str, layout: str) -> None:
+    one, other = steps(ranks, teacher, tuner, "one"), steps(ranks, teacher, tuner, layout)
+    assert len(one) == len(other) == 2
+    for step, expected in zip(other, one, strict=True):
+        assert expected["teacher_kl"] > 0.01
+        for name in ("loss", "teacher_kl", "grad_norm"):
+            assert step[name] == pytest.approx(expected[name], rel=1e-6, abs=1e-6), name

@@ -1,0 +1,70 @@
+"""A teacher: the policy itself changes nothing, another one draws it near, and one with other tokens is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.support.runs import CANNED, Finished, make_model, megatron_rlhf
+
+pytestmark = pytest.mark.e2e
+TWO_STEPS = ["--steps_per_generation", "2", "--temperature", "0.7"]
+TUNERS = {
+    "full": [],
+    "full, reference": ["--beta", "0.1"],
+    "lora": ["--tuner_type", "lora", "--target_modules", "all-linear"],
+    "tp2 lora": ["--tuner_type", "lora", "--target_modules", "all-linear", "--tensor_model_parallel_size", "2"],
+}
+
+
+def train(model: Path, dataset: Path, folder: Path, ranks: int, *flags: str, rewards: bool = True) -> Finished:
+    finished = megatron_rlhf(model, dataset, folder, ranks, flags, rewards=rewards)
+    assert finished.code == 0, finished.output[-4000:]
+    return finished
+
+
+@pytest.mark.parametrize("tuner", TUNERS)
+def test_a_teacher_equal_to_the_policy_changes_no_bit(tmp_path: Path, dense: Path, dataset: Path, tuner: str) -> None:
+    ranks = 2 if "tp2" in tuner else 1
+    plain = train(dense, dataset, tmp_path / "plain", ranks, *CANNED, *TWO_STEPS, *TUNERS[tuner])
+    teacher = ["--teacher_model", str(dense), "--teacher_model_type", "qwen3"]
+    taught = train(dense, dataset, tmp_path / "taught", ranks, *CANNED, *TWO_STEPS, *TUNERS[tuner], *teacher)
+    assert len(taught.log) == 2
+    for step, other in zip(taught.log, plain.log, strict=True):
+        assert step["teacher_kl"] == 0.0 and "teacher_kl" not in other
+        assert (step["loss"], step["grad_norm"]) == (other["loss"], other["grad_norm"]) and step["grad_norm"] > 0
+    weights = [load_file(next(run.last_checkpoint.glob("*model.safetensors"))) for run in (taught, plain)]
+    assert weights[0].keys() == weights[1].keys() and all(weights[0][n].equal(weights[1][n]) for n in weights[0])
+
+
+def test_a_teacher_alone_draws_single_completions_near(tmp_path: Path, dense: Path, dataset: Path) -> None:
+    teacher = make_model(tmp_path / "teacher", extra=["--seed", "5", "--layers", "2"])
+    flags = ["--teacher_model", str(teacher), "--teacher_model_type", "qwen3", "--num_generations", "1", "--lr", "1e-3",
+             "--train_iters", "12", "--save_steps", "12", "--global_batch_size", "32"]  # fmt: skip
+    run = train(dense, dataset, tmp_path / "run", 1, *flags, rewards=False)
+    values = [step["teacher_kl"] for step in run.log]
+    assert values[0] > 0 and sum(values[-3:]) < 0.9 * sum(values[:3]), values
+
+
+def renamed(model: Path, folder: Path) -> Path:
+    """Copy a model, and exchange the ids of two tokens."""
+    shutil.copytree(model, folder)
+    content: dict[str, Any] = json.loads((folder / "tokenizer.json").read_text())
+    tokens = content["model"]["vocab"]
+    tokens["a"], tokens["b"] = tokens["b"], tokens["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_a_teacher_that_reads_other_tokens_is_refused(tmp_path: Path, dense: Path, dataset: Path) -> None:
+    teacher = renamed(dense, tmp_path / "teacher")
+    flags = [*CANNED, "--teacher_model", str(teacher), "--teacher_model_type", "qwen3"]
+    run = megatron_rlhf(dense, dataset, tmp_path / "run", 1, flags)
+    assert run.code != 0 and "model_parameter_info" not in run.output  # before a model is loaded
+    assert re.search(r"2 of \d+ tokens of --model have another id in its tokenizer \('a' is \d+ and", run.output)
