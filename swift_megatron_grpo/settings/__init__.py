@@ -23,7 +23,7 @@ optimizer.py     learning rate, weight decay, optimizer
 recording.py     rollouts on disk
 time_limits.py   time limits, traced steps
 run.py           duration, checkpoints, data, a check without training
-teacher.py       A teacher: another policy, to which the trained one is drawn on its own completions (on-policy distillation, OPD).
+teacher.py       the teacher of on-policy distillation
 
 To add a flag, add a field to the class of the stage that reads it. Nothing else lists it.
 """

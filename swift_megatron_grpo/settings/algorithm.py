@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, OneOf, Range, flag, rule
 from swift_megatron_grpo.settings.losses import Kl, LossConfig
-from swift_megatron_grpo.settings.teacher import Teacher
+from swift_megatron_grpo.settings.teacher import WITHOUT_REWARDS, Teacher
 
 ScaleRewards = Literal["group", "batch", "none", "gdpo"]
 
@@ -83,6 +83,8 @@ class Algorithm(Flags):
                 f"--advantage_estimator {estimator} has no groups, so --scale_rewards group has no meaning; use "
                 "--scale_rewards batch or none"
             )
+        if scale == "gdpo" and self.teacher.is_alone:
+            yield f"--scale_rewards gdpo {WITHOUT_REWARDS}, or --scale_rewards group"
         if scale == "gdpo" and estimator != "grpo":
             yield (
                 f"--scale_rewards gdpo computes its own baseline, so --advantage_estimator {estimator} would have no "

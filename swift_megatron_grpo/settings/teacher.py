@@ -8,11 +8,12 @@ from swift_megatron_grpo.settings.adapter import Adapter
 from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, rule
 from swift_megatron_grpo.settings.rewards import Rewards
 
+WITHOUT_REWARDS = "needs rewards, and a run with --teacher_model alone has none; use --reward_funcs as well"
 _PER_TOKEN = "compares whole completions, and a teacher gives every token an advantage of its own"
 
 
 class Teacher(Flags):
-    """The source of the teacher's log-probs, and what excludes a teacher, or needs rewards beside it."""
+    """The source of the teacher's log-probs, and what excludes a teacher, or needs rewards as well."""
 
     teacher_model: str | None
     teacher_kl_coef: Annotated[float, AtLeast(0, use=1.0, why="a negative one leads away from the teacher")]
@@ -21,7 +22,6 @@ class Teacher(Flags):
     trained: Adapter
     rewards: Rewards
     loss_type: str | None
-    scale_rewards: str | None
     dynamic_sample: bool
     off_policy_sequence_mask_delta: float | None
     val_dataset: list[str]
@@ -39,7 +39,7 @@ class Teacher(Flags):
 
     @property
     def is_copy(self) -> bool:
-        """True if the teacher is a model of its own, which is loaded beside the trained one."""
+        """True if the teacher is a model of its own, which is loaded in addition to the trained one."""
         return self.exists and not self.is_base
 
     @property
@@ -70,14 +70,11 @@ class Teacher(Flags):
     def what_needs_rewards_has_them(self) -> Faults:
         if not self.is_alone:
             return
-        without = "needs rewards, and a run with --teacher_model alone has none; use --reward_funcs as well"
         if self.dynamic_sample:
-            yield f"--dynamic_sample true {without}, or --dynamic_sample false"
-        if self.scale_rewards == "gdpo":
-            yield f"--scale_rewards gdpo {without}, or --scale_rewards group"
+            yield f"--dynamic_sample true {WITHOUT_REWARDS}, or --dynamic_sample false"
         if self.val_dataset or self.split_dataset_ratio > 0:
             flag = "val_dataset" if self.val_dataset else "split_dataset_ratio"
-            yield f"--{flag}: an evaluation {without}, or leave --{flag} out"
+            yield f"--{flag}: an evaluation {WITHOUT_REWARDS}, or leave --{flag} out"
         if self.teacher_kl_coef == 0:
             yield (
                 "--teacher_kl_coef 0 with --teacher_model and no rewards: every advantage would be 0, so nothing would "

@@ -295,7 +295,7 @@ def _tensors(metrics: dict[str, float]) -> dict[str, torch.Tensor]:
 def load_frozen_copies(
     args: GRPOArguments, config: GRPOConfig, template: Template
 ) -> tuple[FrozenCopy | None, FrozenCopy | None]:
-    """Load the frozen reference and the frozen teacher, in the layout of such copies; None where it is no copy.
+    """Load the frozen reference and the frozen teacher, in the layout of such copies; None where it is not a copy.
 
     One copy is both if they are the same model.
     """

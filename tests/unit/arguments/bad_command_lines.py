@@ -309,11 +309,6 @@ _CONTRADICTIONS = """
 --ignore_args_error true --save out -> --save is a flag of ms-swift 3; use --output_dir
 --ignore_args_error true --train_type lora --qwertz 1 -> --tuner_type
 --teacher_model MODEL --loss_type real -> teacher_model & loss_type
---teacher_model MODEL --loss_type fipo -> teacher_model & loss_type
---teacher_model MODEL --off_policy_sequence_mask_delta 0.5 -> off_policy_sequence_mask_delta
---teacher_model MODEL --teacher_kl_coef -1 -> teacher_kl_coef
---teacher_model MODEL --teacher_model_revision main -> teacher_model_revision
---teacher_model_server http://127.0.0.1:1 -> teacher_model_server
 --streaming true -> streaming
 --packing true -> packing
 --loss_type real --max_tokens_per_micro_batch 100 -> max_tokens_per_micro_batch
@@ -332,7 +327,6 @@ _MISSING = """
 --model EMPTY -> --model & config.json
 --model nobody/nothing --use_hf true -> nobody/nothing cannot be loaded
 --ref_model /no/such/model --beta 0.1 -> --ref_model
---teacher_model /no/such/model -> --teacher_model
 --dataset /no/such.jsonl -> --dataset & /no/such.jsonl
 --dataset ./nowhere.jsonl -> --dataset & nowhere.jsonl
 --dataset nowhere.jsonl -> --dataset & nowhere.jsonl

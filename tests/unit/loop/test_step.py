@@ -117,7 +117,7 @@ def test_a_teacher_is_compared_with_the_policy_before_the_first_update() -> None
     assert [old_logprobs(batch) for batch in run.policy.trained] == [[None] * 3, [[BEFORE]] * 3]
 
 
-def test_a_teacher_of_stale_completions_is_compared_with_the_trainers_policy() -> None:
+def test_a_teacher_of_stale_completions_is_compared_with_the_trainer() -> None:
     run = fake_run(max_staleness=1, teacher=-2.5)
     train(run, 2)
     assert [old_logprobs(batch) for batch in run.policy.trained] == [[None] * 6, [[LOGPROB]] * 6]

@@ -274,7 +274,7 @@ def test_effective_sample_size_is_computed_over_the_whole_step() -> None:
 
 
 def test_a_teacher_adds_its_log_ratio_to_the_advantage_of_each_token() -> None:
-    """As ms-swift does: expand_advantage_to_per_token of its package, in a step whose ratios are 1."""
+    """Compare the gradients with the advantages of ms-swift's package, in a step whose importance ratios are 1."""
     step = make_step([3, 5, 2, 4], seed=3)
     ratios = [[0.3 * t - 0.5 for t in range(len(values))] for values in step.logprobs]
     mask = torch.zeros(4, 5)

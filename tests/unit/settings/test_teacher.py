@@ -1,0 +1,68 @@
+"""A teacher: what it excludes, and what a run without rewards must leave out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from swift_megatron_grpo.arguments.teachers import check_tokens
+from swift_megatron_grpo.settings.algorithm import Algorithm
+from swift_megatron_grpo.settings.teacher import Teacher
+from tests.unit.settings.flags import faults, of
+
+TAUGHT = {"teacher_model": "big", "model": "small", "reward_funcs": ["accuracy"]}
+ALONE = TAUGHT | {"reward_funcs": []}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "real": (TAUGHT | {"loss_type": "real"}, "--loss_type real, which compares whole completions"),
+    "fipo": (TAUGHT | {"loss_type": "fipo"}, "use --loss_type grpo"),
+    "mask": (TAUGHT | {"off_policy_sequence_mask_delta": 0.5}, "--off_policy_sequence_mask_delta 0.5"),
+    "negative": (TAUGHT | {"teacher_kl_coef": -1.0}, "--teacher_kl_coef -1 must be at least 0"),
+    "dynamic": (ALONE | {"dynamic_sample": True}, "--dynamic_sample true needs rewards"),
+    "evaluation": (ALONE | {"val_dataset": ["rows.jsonl"]}, "an evaluation needs rewards"),
+    "split": (ALONE | {"split_dataset_ratio": 0.1}, "or leave --split_dataset_ratio out"),
+    "nothing": (ALONE | {"teacher_kl_coef": 0.0}, "nothing would be trained; use --teacher_kl_coef 1"),
+}
+REFUSED_BY_ALGORITHM: dict[str, tuple[dict[str, Any], str]] = {
+    "gdpo": (ALONE | {"scale_rewards": "gdpo"}, "--scale_rewards gdpo needs rewards"),
+    "one completion with rewards": (TAUGHT | {"num_generations": 1}, "num_generations (1) must be at least 2"),
+    "kl in reward": (
+        ALONE | {"num_generations": 1, "kl_in_reward": True, "beta": 0.1},
+        "--kl_in_reward true compares the completions of a prompt",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_teacher_excludes_is_refused(case: str) -> None:
+    typed, message = REFUSED[case]
+    assert message in faults(Teacher, **typed)
+
+
+@pytest.mark.parametrize("case", REFUSED_BY_ALGORITHM)
+def test_an_algorithm_that_compares_has_rewards_to_compare(case: str) -> None:
+    typed, message = REFUSED_BY_ALGORITHM[case]
+    assert message in faults(Algorithm, **typed)
+
+
+def test_a_teacher_with_and_without_rewards_is_accepted() -> None:
+    assert faults(Teacher, **TAUGHT) == faults(Teacher, **ALONE) == ""
+    assert faults(Algorithm, **ALONE, num_generations=1, micro_batch_size=1, global_batch_size=8) == ""
+
+
+def test_the_base_of_an_adapter_is_a_teacher_without_a_copy() -> None:
+    same = TAUGHT | {"teacher_model": "small"}
+    full, lora = of(Teacher, **same), of(Teacher, **same, tuner_type="lora")
+    assert full.is_copy and not full.is_base and lora.is_base and not lora.is_copy
+    resolved = of(Teacher, model="small", tuner_type="lora", _teacher_use_disable_adapter=True)  # by ms-swift
+    assert resolved.is_base and resolved.name == lora.name == "small"
+    assert not of(Teacher, model="small", tuner_type="lora").exists
+
+
+def test_a_teacher_may_have_more_tokens_but_none_under_another_id() -> None:
+    own = {"a": 0, "b": 1, "c": 2}
+    check_tokens("big", own, own | {"d": 3})
+    with pytest.raises(ValueError, match=r"2 of 3 tokens .*\('b' is 1 and 2, 'c' is 2 and 1\)"):
+        check_tokens("big", own, {"a": 0, "b": 2, "c": 1})
+    with pytest.raises(ValueError, match=r"1 of 3 tokens .*'c' is 2 and unknown"):
+        check_tokens("big", own, {"a": 0, "b": 1})
