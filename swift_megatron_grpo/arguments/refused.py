@@ -55,7 +55,6 @@ NOT_YET: Mapping[str, Refusal] = {
     "move_model_batches": Refusal((None,), "weights are sent to vLLM one tensor at a time", stock=False),
     # rewards, teacher, reference
     **_all("reward_model reward_model_plugin", (None,), "reward models are not supported yet", stock=False),
-    "teacher_model_server": Refusal((None,), "a teacher on a server is not supported yet; use --teacher_model"),
     "teacher_model_revision": Refusal((None,), "ms-swift's Megatron does not read it", stock=False),
     "sync_ref_model": Refusal((False,), "the reference policy is never updated", stock=False),
     "mcore_ref_adapter": Refusal((None,), "the reference adapter is read from safetensors, with --ref_adapters"),
@@ -107,8 +106,14 @@ READ_WITH: tuple[tuple[str, Callable[[Mapping[str, Any]], bool], str], ...] = (
     ("--kl_target", lambda run: run["kl_target"] is not None, "kl_horizon"),
     (
         "--teacher_model", lambda run: run["teacher_model"] is not None or run["_teacher_use_disable_adapter"],
-        "teacher_model_type teacher_kl_coef offload_teacher_model",
+        "teacher_model_type offload_teacher_model",
     ),
+    (
+        "a teacher",
+        lambda run: any(run[f] for f in ("teacher_model", "teacher_model_server", "_teacher_use_disable_adapter")),
+        "teacher_kl_coef",
+    ),
+    ("--teacher_model_server", lambda run: run["teacher_model_server"] is not None, "teacher_timeout"),
     ("--dynamic_sample true", lambda run: run["dynamic_sample"], "max_resample_times"),
     (
         "--rollout_importance_sampling_mode", lambda run: run["rollout_importance_sampling_mode"] is not None,

@@ -22,6 +22,7 @@ from swift_megatron_grpo.loop.checks.experts import RouterAgreement
 from swift_megatron_grpo.loop.checks.logprob_check import LogprobCheck
 from swift_megatron_grpo.loop.completion_log import CompletionLog
 from swift_megatron_grpo.loop.evaluation import Evaluation
+from swift_megatron_grpo.loop.served_teacher import ServedTeacher
 from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.step import GRPOLoop
 from swift_megatron_grpo.loop.trace import Trace
@@ -88,6 +89,7 @@ class RunInputs:
     image_reader: ImageReader | None  # None: no row has images
     rewards: RewardFunctions
     servers: GenerationEngine | None  # None: vLLM runs in the training processes
+    teacher: ServedTeacher | None  # None: there is no teacher, or it is a model of the ranks
     coordinator: Coordinator
     stop: StopRequest
     rollouts_done: int  # before this run, which may resume another; trained with all of their steps
@@ -191,7 +193,7 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, fi
         rewards=run.rewards,
         training=training,
         reference=reference_policy(config, models, training, run.coordinator),
-        teacher=teacher_policy(config, models, training, run.coordinator),
+        teacher=run.teacher or teacher_policy(config, models, training, run.coordinator),
         residency=residency,
         sync=sync,
         logprob_check=LogprobCheck(

@@ -9,6 +9,7 @@ from swift_megatron_grpo.grading.rewards import RewardFunctions
 from swift_megatron_grpo.loop.checks.experts import RouterAgreement
 from swift_megatron_grpo.loop.checks.logprob_check import LogprobCheck
 from swift_megatron_grpo.loop.completion_log import CompletionLog
+from swift_megatron_grpo.loop.served_teacher import ServedTeacher
 from swift_megatron_grpo.loop.trace import Trace
 from swift_megatron_grpo.loop.weight_sync import WeightSync
 from swift_megatron_grpo.output.recording.folder import RolloutDump
@@ -30,7 +31,7 @@ class Stages:
     rewards: RewardFunctions
     training: MegatronEngine
     reference: Reference | None
-    teacher: Reference | None  # another frozen policy; None: there is no teacher
+    teacher: Reference | ServedTeacher | None  # another frozen policy; None: there is no teacher
     residency: Residency
     sync: WeightSync | None  # None: no engine
     logprob_check: LogprobCheck

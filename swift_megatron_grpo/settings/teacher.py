@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from swift_megatron_grpo.settings.adapter import Adapter
-from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, rule
+from swift_megatron_grpo.settings.flag import Above, AtLeast, Faults, Flags, flag, rule
+from swift_megatron_grpo.settings.layout import DataShape
 from swift_megatron_grpo.settings.rewards import Rewards
 
 WITHOUT_REWARDS = "needs rewards, and a run with --teacher_model alone has none; use --reward_funcs as well"
@@ -16,6 +18,13 @@ class Teacher(Flags):
     """The source of the teacher's log-probs, and what excludes a teacher, or needs rewards as well."""
 
     teacher_model: str | None
+    teacher_model_server: str | None
+    teacher_timeout: Annotated[float, Above(0, use=600)] = flag(
+        600.0,
+        "Time limit in seconds for the teacher's server (--teacher_model_server) to score one completion. A request "
+        "that fails is repeated until then, so a server may be restarted. Default: 600.",
+        example="1200",
+    )
     teacher_kl_coef: Annotated[float, AtLeast(0, use=1.0, why="a negative one leads away from the teacher")]
     _teacher_use_disable_adapter: bool  # ms-swift's, in place of a --teacher_model that is the --model of a LoRA run
     model: str | None
@@ -24,6 +33,7 @@ class Teacher(Flags):
     loss_type: str | None
     dynamic_sample: bool
     off_policy_sequence_mask_delta: float | None
+    temperature: float
     val_dataset: list[str]
     split_dataset_ratio: float
 
@@ -35,17 +45,23 @@ class Teacher(Flags):
 
     @property
     def exists(self) -> bool:
-        return self.teacher_model is not None or self.is_base
+        return self.teacher_model is not None or self.teacher_model_server is not None or self.is_base
 
     @property
     def is_copy(self) -> bool:
         """True if the teacher is a model of its own, which is loaded in addition to the trained one."""
-        return self.exists and not self.is_base
+        return self.teacher_model is not None and not self.is_base
 
     @property
     def name(self) -> str | None:
-        """The model of the teacher; None: there is no teacher."""
-        return self.model if self.is_base else self.teacher_model
+        """The model of the teacher, or the address of its server; None: there is no teacher."""
+        return self.model if self.is_base else self.teacher_model or self.url
+
+    @property
+    def url(self) -> str | None:
+        """The address of the teacher's server, without a trailing slash and without /v1."""
+        typed = self.teacher_model_server
+        return None if typed is None else typed.strip().rstrip("/").removesuffix("/v1")
 
     @property
     def is_alone(self) -> bool:
@@ -65,6 +81,28 @@ class Teacher(Flags):
                 f"--teacher_model with --off_policy_sequence_mask_delta {self.off_policy_sequence_mask_delta}, which "
                 f"{_PER_TOKEN}; leave one of them out"
             )
+
+    @rule
+    def a_server_scores_what_the_policy_samples(self) -> Faults:
+        typed, url = self.teacher_model_server, self.url
+        if typed is None or url is None:
+            return
+        if typed.lstrip().startswith(("[", "{")):
+            yield "--teacher_model_server: several teachers are not supported yet; use the address of one server"
+        elif urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+            yield f"--teacher_model_server {typed} is not the address of a server; use the form http://HOST:8000"
+        if self.teacher_model is not None or self.is_base:
+            yield "--teacher_model and --teacher_model_server are two teachers; leave one of them out"
+        if self.temperature != 1:
+            yield (
+                f"--teacher_model_server with --temperature {self.temperature:g}: servers score at temperature 1, so a "
+                "teacher equal to the policy would have a KL; use --temperature 1, or --teacher_model"
+            )
+
+    @rule
+    def a_server_reads_text(self, rows: DataShape) -> Faults:
+        if self.teacher_model_server is not None and rows.images > 0:
+            yield "--teacher_model_server scores token ids, and the rows have images; use --teacher_model"
 
     @rule
     def what_needs_rewards_has_them(self) -> Faults:

@@ -58,6 +58,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def __init__(self, args: GRPOArguments, template: Template, vllm_client: Start) -> None:
         """Build the models. `vllm_client`: ms-swift's name for what plugin/register.py prepares."""
         self.settings, self.rewards, self.remote = vllm_client.settings, vllm_client.rewards, vllm_client.servers
+        self.teacher = vllm_client.teacher
         self.coordinator, self.stop, self._locked = vllm_client.coordinator, vllm_client.stop, vllm_client.locked
         self._merged = ExitStack()
         self._is_set_up = False
@@ -131,6 +132,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             image_reader=ImageReader(self.template) if args.most_images else None,
             rewards=self.rewards,
             servers=self.remote,
+            teacher=self.teacher,
             coordinator=self.coordinator,
             stop=self.stop,
             rollouts_done=rollouts_done,

@@ -1,5 +1,6 @@
 """The start of a run, before its model loads: checkpoints are checked, servers reached, and the settings made."""
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -14,8 +15,11 @@ from swift_megatron_grpo.arguments import environment, grpo_arguments, resume, t
 from swift_megatron_grpo.generation.local.engine_settings import check_engine_settings
 from swift_megatron_grpo.generation.protocol.model_identity import model_identity
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
+from swift_megatron_grpo.generation.remote.teacher import TeacherServer
 from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
 from swift_megatron_grpo.grading.rewards import RewardFunctions, gym_reward
+from swift_megatron_grpo.loop.checks.canary import CANARY_TEXT
+from swift_megatron_grpo.loop.served_teacher import ServedTeacher
 from swift_megatron_grpo.output.checkpoints.manifest import Identity, dataset_identity, tokenizer_identity
 from swift_megatron_grpo.output.checkpoints.saving import CheckpointWriter
 from swift_megatron_grpo.output.checkpoints.sources import check_order_of_experts, check_sources, compare_datasets
@@ -23,9 +27,10 @@ from swift_megatron_grpo.output.disk.files import threads_of_a_rank
 from swift_megatron_grpo.output.disk.folder_lock import LockedFolders
 from swift_megatron_grpo.runtime.parallel import Coordinator
 from swift_megatron_grpo.runtime.stopping.request import StopRequest
-from swift_megatron_grpo.settings.config import GRPOConfig
+from swift_megatron_grpo.settings.config import CANARY_TOKENS, GRPOConfig
 from swift_megatron_grpo.settings.recording import Recording
 from swift_megatron_grpo.settings.rewards import Rewards
+from swift_megatron_grpo.settings.teacher import Teacher
 
 logger = get_logger()
 
@@ -39,6 +44,7 @@ class Start:
     coordinator: Coordinator
     stop: StopRequest
     servers: RemoteVllm | None  # None: vLLM runs in the training processes
+    teacher: ServedTeacher | None  # None: there is no teacher, or it is a model of the ranks
     locked: LockedFolders
 
 
@@ -48,6 +54,7 @@ def start(args: grpo_arguments.GRPOArguments, template: Template) -> Start:
     coordinator = Coordinator(timedelta(seconds=args.ddp_timeout))
     locked = LockedFolders(args.output_dir, args.of(Recording).dump, coordinator)
     _check_loaded(args, template, coordinator)
+    teacher = _served_teacher(args, template, coordinator)
     stop = StopRequest(coordinator, args.stop_grace)
     server, servers = to_config.configure_server(args), None
     if server is not None:
@@ -61,7 +68,26 @@ def start(args: grpo_arguments.GRPOArguments, template: Template) -> Start:
     if args.of(Rewards).by_environment:
         functions = [*functions, gym_reward]
     rewards = RewardFunctions(settings.grading.reward_names, functions)
-    return Start(settings, rewards, coordinator, stop, servers, locked)
+    return Start(settings, rewards, coordinator, stop, servers, teacher, locked)
+
+
+def _served_teacher(
+    args: grpo_arguments.GRPOArguments, template: Template, coordinator: Coordinator
+) -> ServedTeacher | None:
+    """Return the teacher behind a server, which has scored a text twice; None: there is no such server."""
+    settings, tokenizer = args.of(Teacher), template.tokenizer
+    if settings.url is None:
+        return None
+    server = TeacherServer(settings.url, settings.teacher_timeout, os.environ.get("SWIFT_TEACHER_API_KEY"))
+    longest = (args.max_length or 1) + args.longest_completion + 1
+    text = tokenizer.encode(CANARY_TEXT, add_special_tokens=False)[: min(CANARY_TOKENS, longest - 1)]
+
+    def check() -> None:
+        if coordinator.rank == 0:
+            server.check(text, lambda token: tokenizer.decode([token]), longest)
+
+    coordinator.all_gather_or_raise(check, "reaching the teacher's server")
+    return ServedTeacher(server, coordinator)
 
 
 def _check_loaded(args: grpo_arguments.GRPOArguments, template: Template, coordinator: Coordinator) -> None:

@@ -11,7 +11,7 @@ import torch
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 from swift_megatron_grpo.arguments.to_config import configure
 from swift_megatron_grpo.cli.check.micro_batches import fullest, image_tokens_of, micro_batches, saved_by_sharing
-from swift_megatron_grpo.cli.check.model import Model
+from swift_megatron_grpo.cli.check.model import Model, read_model
 from swift_megatron_grpo.cli.check.rows import Rows
 from swift_megatron_grpo.cli.estimate.activations import Recompute, Tokens
 from swift_megatron_grpo.cli.estimate.advice import Change, Run, engines_that_fit, settings_that_fit
@@ -55,7 +55,7 @@ def estimate(args: GRPOArguments, model: Model, rows: Rows, gpu: Gpu) -> Estimat
     plan, largest = micro_batches(config.batch, config.micro_batches, model, samples)
     packed = fullest(plan, largest, config.batch, config.micro_batches, samples)
     longest = max(tokens for tokens, _ in samples)
-    training = _training(args, config, largest, plan, rows)
+    training = replace(_training(args, config, largest, plan, rows), teacher_share=_teacher_share(args, config, model))
     run = Run(
         tensors=model.tensors,
         decoder=model.decoder,
@@ -72,11 +72,12 @@ def estimate(args: GRPOArguments, model: Model, rows: Rows, gpu: Gpu) -> Estimat
     half = [(prompt + args.max_completion_length // 2, args.max_completion_length // 2) for prompt in prompts]
     work = work_of(half, model.flops)
     halved, _ = micro_batches(config.batch, config.micro_batches, model, half)
-    old = config.num_iterations > 1 or config.batch.steps_per_generation > 1
+    has_teacher = config.teacher.exists
+    old = config.num_iterations > 1 or config.batch.steps_per_generation > 1 or has_teacher
     passes = PassCounts(
         trains_adapters=args.has_adapter,
         recomputes=run.training.recompute.granularity == "full",
-        forward_only=old + (config.reference.beta != 0),
+        forward_only=old + (config.reference.beta != 0) + (has_teacher and config.teacher.url is None),
     )
     layout, item = config.batch.layout, args.torch_dtype.itemsize
     seconds = seconds_of_training(work, gpu, model.decoder, layout, halved.num_micro_batches, passes, item)
@@ -144,6 +145,14 @@ def _training(args: GRPOArguments, config: GRPOConfig, largest: Tokens, plan: St
         offload_optimizer=args.offload_optimizer,
         offload_grad=args.offload_grad,
     )
+
+
+def _teacher_share(args: GRPOArguments, config: GRPOConfig, model: Model) -> float:
+    """Return the parameters of a teacher's copy by those of the model; 0: the copy of the reference is the teacher."""
+    teacher, reference = config.teacher, config.reference
+    if not teacher.is_copy or teacher.name == reference.model_dir:
+        return 0.0
+    return read_model(args.teacher_model_dir).parameters / model.parameters
 
 
 def _engine(args: GRPOArguments, config: GRPOConfig, model: Model, longest: int) -> Engine | None:

@@ -20,6 +20,7 @@ from swift_megatron_grpo.weights.transport.rendezvous import Rendezvous
 
 T = TypeVar("T")
 _SHOWN = 1000  # characters of a server's reason
+_MOST_OF_REASON = 2**20  # bytes that are read of it
 
 
 class ServerFailure(Exception):
@@ -109,7 +110,7 @@ class Client:
         async def send() -> dict[str, Any]:
             body = {"data": payload} if isinstance(payload, bytes) else {"json": payload}
             async with self._response(method, route, timeout, body) as response:
-                return _json_object(await response.text(errors="replace"))
+                return json_object(await response.text(errors="replace"))
 
         return await self._cancellable(send())
 
@@ -177,7 +178,7 @@ def _read(what: str, convert: Callable[[dict[str, Any]], T], body: dict[str, Any
         raise InvalidResponse(f"{what} cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
     try:
         body = json.loads(text)
     except (ValueError, RecursionError):
@@ -198,13 +199,23 @@ def _parse_line(line: bytes, missing: Collection[int]) -> tuple[int, Completion 
             return place, Completion.from_json(message["completion"])
         return place, Refused(int(message["status"]), str(message["detail"])[:_SHOWN])
 
-    return _read("its completion", parse, _json_object(line.decode(errors="replace")))
+    return _read("its completion", parse, json_object(line.decode(errors="replace")))
+
+
+async def start_of(response: aiohttp.ClientResponse, most: int) -> bytes:
+    """Return the first bytes of a response, which may have any size."""
+    content = b""
+    async for chunk in response.content.iter_any():
+        content += chunk
+        if len(content) >= most:
+            break
+    return content[:most]
 
 
 async def _reason(response: aiohttp.ClientResponse) -> str:
-    text = await response.text(errors="replace")
+    text = (await start_of(response, _MOST_OF_REASON)).decode(errors="replace")
     try:
-        return str(_json_object(text)["detail"])[:_SHOWN]
+        return str(json_object(text)["detail"])[:_SHOWN]
     except (InvalidResponse, KeyError):
         return text[:_SHOWN]
 

@@ -63,7 +63,8 @@ def inputs_of(**changed: Any) -> Any:
     return SimpleNamespace(
         **{
             "template": template, "train_rows": ROWS, "coordinator": OneRank(), "rollouts_done": 0, "checkpoints": (),
-            "rewards": SimpleNamespace(names=["length"]), "logger": logging.getLogger("assemble"), **changed,
+            "teacher": None, "rewards": SimpleNamespace(names=["length"]), "logger": logging.getLogger("assemble"),
+            **changed,
         }
     )  # fmt: skip
 

@@ -194,16 +194,18 @@ def saved(loop: GRPOLoop, run: FakeRun, folder: Path, rollouts_done: int = 0) ->
     return read_unfinished(folder, rollouts_done, settings, prompts.__getitem__, Limits(99, 1), no_images)
 
 
-@pytest.mark.parametrize("iterations", [1, 2])
-def test_a_run_that_resumes_between_two_steps_of_a_rollout_trains_the_same(tmp_path: Path, iterations: int) -> None:
-    whole = fake_run(steps_per_generation=2, num_iterations=iterations)
+@pytest.mark.parametrize(("iterations", "teacher"), [(1, None), (2, None), (1, -2.5), (2, -2.5)])
+def test_a_run_that_resumes_between_two_steps_of_a_rollout_trains_the_same(
+    tmp_path: Path, iterations: int, teacher: float | None
+) -> None:
+    whole = fake_run(steps_per_generation=2, num_iterations=iterations, teacher=teacher)
     loop = loop_of(whole)
     loop.train_step()
     unfinished = saved(loop, whole, tmp_path)
     for _ in range(2 * iterations):
         loop.train_step()
 
-    resumed = fake_run(steps_per_generation=2, num_iterations=iterations)
+    resumed = fake_run(steps_per_generation=2, num_iterations=iterations, teacher=teacher)
     again = loop_of(resumed, steps_done=1, unfinished=unfinished)
     resumed.policy.parameter += STEP
     for _ in range(2 * iterations):

@@ -8,6 +8,7 @@ import pytest
 
 from swift_megatron_grpo.arguments.teachers import check_tokens
 from swift_megatron_grpo.settings.algorithm import Algorithm
+from swift_megatron_grpo.settings.layout import DataShape
 from swift_megatron_grpo.settings.teacher import Teacher
 from tests.unit.settings.flags import faults, of
 
@@ -66,3 +67,25 @@ def test_a_teacher_may_have_more_tokens_but_none_under_another_id() -> None:
         check_tokens("big", own, {"a": 0, "b": 2, "c": 1})
     with pytest.raises(ValueError, match=r"1 of 3 tokens .*'c' is 2 and unknown"):
         check_tokens("big", own, {"a": 0, "b": 1})
+
+
+SERVED = {"teacher_model_server": "http://h:8000/v1/", "temperature": 1.0, "reward_funcs": ["accuracy"]}
+REFUSED_OF_SERVERS: dict[str, tuple[dict[str, Any], str]] = {
+    "temperature": ({"temperature": 0.9}, "use --temperature 1, or --teacher_model"),
+    "several": ({"teacher_model_server": '[{"url": "http://h:1"}]'}, "several teachers are not supported yet"),
+    "no address": ({"teacher_model_server": "h:8000"}, "use the form http://HOST:8000"),
+    "two": ({"teacher_model": "big"}, "are two teachers; leave one of them out"),
+    "time": ({"teacher_timeout": 0.0}, "--teacher_timeout 0 must be above 0"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_OF_SERVERS)
+def test_what_a_teachers_server_excludes_is_refused(case: str) -> None:
+    changes, message = REFUSED_OF_SERVERS[case]
+    assert message in faults(Teacher, **SERVED | changes)
+
+
+def test_a_teachers_server_is_accepted_on_rows_of_text() -> None:
+    assert of(Teacher, **SERVED).url == "http://h:8000" and not of(Teacher, **SERVED).is_copy
+    assert faults(Teacher, **SERVED) == faults(Teacher, rows=DataShape(0, False), **SERVED) == ""
+    assert "the rows have images" in faults(Teacher, rows=DataShape(1, True), **SERVED)
