@@ -1,4 +1,7 @@
-"""vLLM and FlashInfer find the CUDA runtime beside a library whose name only contains its name, as tilelang has one."""
+"""vLLM and FlashInfer find the CUDA runtime beside a library whose name only contains its name, as tilelang has one.
+
+The runtime has another name here, because torch's CUDA build maps the real one.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,16 @@ def find_loaded_library(name):
 
 with open(__file__) as file:
     SOURCE = file.read()
-FOUND = find_loaded_library("libcudart")
+FOUND = find_loaded_library("libmadeup")
 """
 
 
 @pytest.fixture
-def runtime(tmp_path: Path) -> Iterator[Path]:
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Map a stub on each side of a runtime into this process, as libraries are, and return the runtime."""
-    paths = [tmp_path / "a" / cuda_runtime.STUB, tmp_path / "libcudart.so.13", tmp_path / "b" / cuda_runtime.STUB]
+    stub = cuda_runtime.STUB.replace("libcudart", "libmadeup")
+    monkeypatch.setattr(cuda_runtime, "STUB", stub)
+    paths = [tmp_path / "a" / stub, tmp_path / "libmadeup.so.13", tmp_path / "b" / stub]
     maps = []
     for path in paths:
         path.parent.mkdir(exist_ok=True)
@@ -53,12 +58,12 @@ def searching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_a_module_that_searches_while_it_is_imported_finds_the_runtime(
     runtime: Path, searching: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = next(line for line in Path(cuda_runtime.MAPS).read_text().splitlines() if "libcudart" in line)
+    first = next(line for line in Path(cuda_runtime.MAPS).read_text().splitlines() if "libmadeup" in line)
     assert first.endswith(cuda_runtime.STUB)  # without the change, it is found
     monkeypatch.setattr(cuda_runtime, "SEARCHING", (searching,))
     cuda_runtime.find_runtime_beside_tilelang()
     module = __import__(searching)
-    assert str(runtime) == module.FOUND == module.find_loaded_library("libcudart")
+    assert str(runtime) == module.FOUND == module.find_loaded_library("libmadeup")
     assert module.SOURCE == SEARCHING  # other files are read as they are
 
 
@@ -66,10 +71,10 @@ def test_a_module_that_is_already_imported_finds_it_in_its_next_search(runtime: 
     module = __import__(searching)
     assert module.FOUND.endswith(cuda_runtime.STUB)
     import_hooks.give_name(searching, "open", cuda_runtime.open_without_stub)
-    assert module.find_loaded_library("libcudart") == str(runtime)
+    assert module.find_loaded_library("libmadeup") == str(runtime)
 
 
 def test_this_version_of_vllm_finds_it_as_well(runtime: Path) -> None:
     from vllm.utils.system_utils import find_loaded_library
 
-    assert find_loaded_library("libcudart") == str(runtime)
+    assert find_loaded_library("libmadeup") == str(runtime)
