@@ -1,4 +1,4 @@
-# The CPU set of requirements/cpu-py312.lock, by the same script as in a clone: to try a script without a GPU.
+# The CPU set of requirements/cpu.lock, by the same script as in a clone: to try a script without a GPU.
 #   docker build -f docker/cpu.Dockerfile -t swift-megatron-grpo:cpu .
 #   docker run --rm swift-megatron-grpo:cpu                          (the quickstart)
 #   docker run --rm swift-megatron-grpo:cpu scripts/test.sh --quick

@@ -3,9 +3,9 @@
 #   scripts/setup_venv.sh [--test]      --test also installs what scripts/test.sh needs, and into .stacks the other
 #                                       versions of megatron-core that it tests, 20 MB each
 #   scripts/setup_venv.sh --recipes     also what templates/plugins/reasoning_task.py needs; --test includes it
-#   PYTHON=python3.12                   the interpreter to make .venv with (3.11 or newer)
-# Python 3.11 gets requirements/cpu.lock, a newer one requirements/cpu-py312.lock. torch is the CPU build where pip finds
-# it, otherwise the CUDA build, which works without a GPU and takes 2.5 GB more.
+#   PYTHON=/path/to/python              the interpreter to make .venv with, 3.11 or newer; without it: 3.12 if there is one
+# Python 3.11 gets the same packages as 3.12, those of requirements/cpu.lock. torch is the CPU build where pip finds it,
+# otherwise the CUDA build, which works without a GPU and takes 2.5 GB more.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -17,10 +17,12 @@ case "${1:-}" in
     *) echo "usage: scripts/setup_venv.sh [--test | --recipes]" >&2; exit 2 ;;
 esac
 
+lock=requirements/cpu.lock
+core=$(grep '^megatron-core==' "$lock")
 if [ ! -x .venv/bin/python ]; then
     python=${PYTHON:-}
     if [ -z "$python" ]; then
-        for candidate in python3.11 python3.12 python3.13 python3; do
+        for candidate in python3.12 python3.11 python3.13 python3; do
             if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
                 python=$candidate
                 break
@@ -31,14 +33,17 @@ if [ ! -x .venv/bin/python ]; then
         echo "setup_venv: no Python 3.11 or newer found; name one with PYTHON=/path/to/python" >&2
         exit 1
     fi
-    echo "setup_venv: making .venv with $("$python" --version)"
     "$python" -m venv .venv
+    echo "setup_venv: made .venv with $("$python" --version) of $(command -v "$python"); it gets $core of $lock"
 fi
 pip=(.venv/bin/python -m pip --disable-pip-version-check)
-lock=requirements/cpu.lock
-if .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then
-    lock=requirements/cpu-py312.lock # megatron-core 0.17 and newer need Python 3.12
-fi
+
+# install_core REQUIREMENT FOLDER: on Python 3.11, too. megatron-core 0.17 and newer ask for 3.12 in their metadata. Only
+# the helpers of Megatron's own datasets are compiled for it, and nothing here uses them.
+install_core() {
+    "${pip[@]}" install -qq --no-deps --only-binary=:all: --ignore-requires-python --python-version 3.12 \
+        --target "$2" "$1"
+}
 
 # changed NAME FILE...: whether the files differ from those that were last installed under this name
 changed() {
@@ -62,20 +67,28 @@ found() {
 
 name=$(basename "$lock")
 if changed "$name" "$lock" requirements/cuda.lock; then
-    arguments=(-r "$lock")
+    pinned=$lock arguments=()
     index=(--extra-index-url https://download.pytorch.org/whl/cpu)
     # A machine may offer torch's CPU build itself; otherwise it is on PyTorch's own index.
     if ! found; then
         if found "${index[@]}"; then
-            arguments+=("${index[@]}")
+            arguments=("${index[@]}")
         else
             echo "setup_venv: pip does not find $(grep '^torch==' "$lock"); installing torch's CUDA build"
             replaced=$(sed -n 's/==.*//p' requirements/cuda.lock | paste -sd '|')
             grep -vE "^($replaced)==" "$lock" > .venv/without-torch.lock
-            arguments=(-r .venv/without-torch.lock -r requirements/cuda.lock)
+            pinned=.venv/without-torch.lock
+            arguments=(-r requirements/cuda.lock)
         fi
     fi
-    install "$name" "$(grep -c '^[^#].*==' "$lock") packages of $name" "${arguments[@]}"
+    if .venv/bin/python -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then
+        packages=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+        rm -rf "$packages"/megatron{,_core-*.dist-info} # with --target, pip would skip a folder that is there
+        install_core "$core" "$packages"
+        grep -v '^megatron-core==' "$pinned" > .venv/without-megatron.lock
+        pinned=.venv/without-megatron.lock
+    fi
+    install "$name" "$(grep -c '^[^#].*==' "$lock") packages of $name" -r "$pinned" "${arguments[@]}"
 fi
 if [ -n "$test" ] && changed test.lock requirements/test.lock; then
     install test.lock "$(grep -c '^[^#].*==' requirements/test.lock) packages of test.lock" -r requirements/test.lock
@@ -92,14 +105,13 @@ if changed package pyproject.toml swift_megatron_grpo/__init__.py; then
     install package swift-megatron-grpo --no-build-isolation -e .
 fi
 
-# On PYTHONPATH, such a folder replaces the megatron-core of .venv. Its metadata asks for Python 3.12; what is used of it
-# runs on 3.11 as well.
-for core in $([ -z "$test" ] || grep -v '^#' requirements/stacks.txt); do
-    folder=.stacks/${core/==/-}
+# On PYTHONPATH, such a folder replaces the megatron-core of .venv.
+for other in $([ -z "$test" ] || grep -v '^#' requirements/stacks.txt); do
+    folder=.stacks/${other/==/-}
     if [ ! -d "$folder" ]; then
-        echo "setup_venv: installing $core into $folder"
-        "${pip[@]}" install -qq --no-deps --only-binary=:all: --ignore-requires-python --python-version 3.12 \
-            --target "$folder.new" "$core"
+        echo "setup_venv: installing $other into $folder"
+        rm -rf "$folder.new" # of a run that was ended
+        install_core "$other" "$folder.new"
         mv "$folder.new" "$folder"
     fi
 done

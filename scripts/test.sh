@@ -4,20 +4,20 @@
 #   scripts/test.sh                             the stages on the locked packages; of dist and e2e a choice, see --short
 #   scripts/test.sh --all                       all of them, also on other versions of megatron-core, as CI
 #   scripts/test.sh --quick                     checks, short unit and contract files, one layout, one training run
-#   scripts/test.sh STAGE... [pytest arguments] stages: checks docs unit contract dist e2e core-0.18.2 core-0.19.2
+#   scripts/test.sh STAGE... [pytest arguments] stages: checks docs unit contract dist e2e core-0.19.2 core-0.16.1
 #   scripts/test.sh -k packing                  pytest arguments go to every pytest stage
 # The stages core-VERSION run a choice of tests on another version of megatron-core.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-all=(checks docs unit contract dist e2e core-0.18.2 core-0.19.2)
+all=(checks docs unit contract dist e2e core-0.19.2 core-0.16.1)
 stages=() quick=""
 quick_seconds=8 # of the files that --quick runs, in tests/durations.json
 while [ $# -gt 0 ]; do
     case $1 in
         --quick) quick=1 ;;
         --all) stages=("${all[@]}") ;;
-        checks | docs | unit | contract | dist | e2e | core-0.18.2 | core-0.19.2) stages+=("$1") ;;
+        checks | docs | unit | contract | dist | e2e | core-0.19.2 | core-0.16.1) stages+=("$1") ;;
         *) break ;;
     esac
     shift
@@ -107,43 +107,29 @@ alone() { # alone "FOLDER..." ARGUMENT...: what measures time, on one worker
     [ "$status" = 5 ] || return "$status"
 }
 
-# What depends on the version of megatron-core: a choice of layouts and of runs. The jobs on Python 3.12 in
-# .github/workflows/test.yml run every test with 0.18.2, also by the real command and with ms-swift's own trainer.
-layouts() { printf "tests/dist/test_layouts.py::test_a_layout_matches_one_rank[%s]\n" "$@"; }
-seams=(tests/contract/test_{megatron_seam,swift_seam,images_seam,linear_attention,shared_prompts,stock_losses}.py
-    tests/unit/training/upstream_fixes tests/unit/training/moe/test_expert_chunks.py)
-moe=(moe-full-dp2+ep2 moe-full-tp2+sp moe-full-tp2+sp+etp2 moe-lora-tp2+sp)
-dense=(dense-full-tp2+sp dense-full-pp2+vpp2 dense-full-cp2 dense-full-dp2+overlap dense-lora-tp2+sp)
-replay=(tests/unit/training/moe/test_router_replay.py
+# What depends on the version of megatron-core: its seams, a choice of layouts, the golden steps, runs of the real
+# command, and parity with ms-swift's own trainer.
+seams=(tests/contract/test_{megatron_seam,swift_seam,images_seam,linear_attention,shared_prompts,stock_losses}.py)
+units=(tests/unit/platforms tests/unit/training/memory tests/unit/training/upstream_fixes
+    tests/unit/training/head/test_logprob.py tests/unit/training/test_trained_weights.py
+    tests/unit/training/moe/test_{expert_chunks,router_replay}.py)
+layout=tests/dist/test_layouts.py::test_a_layout_matches_one_rank
+layouts=("$layout["{dense,moe}-{full,lora}-tp2+sp"]" "$layout["dense-full-{pp2+vpp2,cp2,dp2+overlap}"]"
+    "$layout["moe-full-{dp2+ep2,tp2+sp+etp2}"]")
+shapes=tests/dist/test_stage_shapes.py::test_shapes_are_exchanged_in_the_first_pass_alone
+ranks=(tests/dist/test_{engine_runs,flat_optimizer,row_dispatch,newer_transformer_engine}.py
+    "$shapes[2-pp2]" "$shapes[2-pp2+vpp2]"
     "tests/dist/test_router_replay.py::test_a_given_routing_has_the_same_effect_on_every_layout[lora-tp2+sp]"
-    "tests/dist/test_router_replay.py::test_a_recorded_pass_is_replayed_bit_by_bit[lora-recompute]")
-newer_transformer_engine=tests/dist/test_newer_transformer_engine.py
-optimizer=(tests/dist/test_flat_optimizer.py)
-experts=tests/dist/test_row_dispatch.py
-exchanged=tests/dist/test_stage_shapes.py::test_shapes_are_exchanged_in_the_first_pass_alone
-shapes=("$exchanged[2-pp2]" "$exchanged[2-pp2+vpp2]")
-runs=(tests/e2e/test_cli.py::test_{lora_trains_with_data_parallelism,a_pipeline_trains_with_tensor_parallel_vllm}
-    tests/e2e/test_cli.py::test_experts_train_in_parallel)
+    "tests/dist/test_router_replay.py::test_a_recorded_pass_is_replayed_bit_by_bit[lora-recompute]"
+    "${layouts[@]}")
+runs=(tests/e2e/test_parity.py tests/e2e/test_cli.py::test_{lora_trains_with_data_parallelism,experts_train_in_parallel}
+    tests/e2e/test_cli.py::test_a_pipeline_trains_with_tensor_parallel_vllm)
 
 other_core() { # other_core VERSION PYTEST_ARGUMENT...
     local -x PYTHONPATH="$PWD/.stacks/megatron-core-$1${PYTHONPATH:+:$PYTHONPATH}"
     share_servers "$1"
     preload upstream trainer # tests/dist would wait for the second, with one core idle
-    tests_of "${@:2}"
-}
-
-core-0.18.2() {
-    local selected
-    mapfile -t selected < <(layouts "${dense[@]}" "${moe[@]}")
-    other_core 0.18.2 "${seams[@]}" tests/unit/platforms tests/unit/training/memory tests/unit/training/head/test_logprob.py \
-        tests/unit/training/test_trained_weights.py "${selected[@]}" "${replay[@]}" "$newer_transformer_engine" \
-        "${optimizer[@]}" $experts "${shapes[@]}" tests/dist/test_engine_runs.py "${runs[@]}" "$@"
-}
-
-core-0.19.2() {
-    local selected
-    mapfile -t selected < <(layouts dense-full-tp2+sp "${moe[@]}")
-    other_core 0.19.2 "${seams[@]}" "${selected[@]}" "${replay[@]}" "$newer_transformer_engine" "${optimizer[@]}" $experts "${shapes[@]}" "$@"
+    tests_of "${seams[@]}" "${units[@]}" "${ranks[@]}" "${runs[@]}" "${@:2}"
 }
 
 if [ -n "$quick" ]; then
@@ -178,7 +164,7 @@ for stage in "${stages[@]}"; do
     case $stage in
         checks) checks ;;
         docs) docs ;;
-        core-*) step "pytest on megatron-core ${stage#core-}" "$stage" "$@" ;;
+        core-*) step "pytest on megatron-core ${stage#core-}" other_core "${stage#core-}" "$@" ;;
         *)
             step "pytest tests/${stage/+/ tests/}" tests "${stage/+/ }" "$@"
             if [ "${stage/+/ }" = "${folders[-1]}" ]; then

@@ -32,10 +32,11 @@ def test_every_file_that_an_image_copies_or_runs_exists(name: str) -> None:
     assert files and not [file for file in files if not (REPOSITORY / file).exists()]
 
 
-def test_the_cpu_image_has_the_python_of_a_lock() -> None:
+def test_the_cpu_image_has_the_python_that_is_searched_first() -> None:
     [image] = arguments("cpu", "FROM")
-    [version] = re.findall(r"^python:3\.(\d+)-", image)
-    assert (REPOSITORY / "requirements" / f"cpu-py3{version}.lock").exists()
+    [version] = re.findall(r"^python:([\d.]+)-", image)
+    assert f"for candidate in python{version} " in (REPOSITORY / "scripts" / "setup_venv.sh").read_text()
+    assert f"PYTHON=python{version} scripts/setup_venv.sh --test" in arguments("cpu", "RUN")
 
 
 def test_every_installation_of_the_gpu_image_is_constrained_by_its_lock() -> None:
