@@ -8,12 +8,14 @@ the tensor's. On a GPU a kernel computes the checksums of many tensors at once (
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import compress
-from typing import TYPE_CHECKING
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from swift_megatron_grpo.weights.transport.buckets import contiguous_strides
 from swift_megatron_grpo.weights.transport.held_weights import TensorSlice
 
 if TYPE_CHECKING:
@@ -37,22 +39,28 @@ class Batch:
         """`dtype`: of the run; slices of wider types are converted to it, one after the other."""
         self._dtype = dtype
         self._number = len(slices)
-        self._device = slices[0][0].device if slices else torch.device("cpu")
-        numbered = [(index, *part) for index, part in enumerate(slices)]
-        is_ready = [tensor.is_cuda and tensor.element_size() <= dtype.itemsize for tensor, _ in slices]
-        self._others = [part for part, ready in zip(numbered, is_ready, strict=True) if not ready]
-        self._ready = _kernel()(compress(numbered, is_ready)) if any(is_ready) else None
+        self._device = next((tensor.device for tensor, _ in slices if tensor.is_cuda), torch.device("cpu"))
+        self._on_cpu: dict[int, Slice] = {}  # by index
+        self._wide: dict[int, Slice] = {}
+        ready: list[tuple[int, torch.Tensor, TensorSlice | None]] = []
+        for index, (tensor, part) in enumerate(slices):
+            if not tensor.is_cuda:
+                self._on_cpu[index] = tensor, part
+            elif tensor.element_size() > dtype.itemsize:
+                self._wide[index] = tensor, part
+            else:
+                ready.append((index, tensor, part))
+        self._ready = _kernel()(ready) if ready else None
 
     def sums(self) -> torch.Tensor:
         """Return the checksums, which are numbers modulo 2**64. They stay on the device."""
         sums = torch.zeros(self._number, dtype=torch.int64, device=self._device)
         if self._ready is not None:
             self._ready.add_to(sums)
-        for index, tensor, part in self._others:
-            if tensor.is_cuda:
-                _kernel()([(index, tensor.to(self._dtype), part)]).add_to(sums)
-            else:
-                sums[index] = checksum(tensor, self._dtype, part)
+        for index, (tensor, part) in self._wide.items():
+            _kernel()([(index, tensor.to(self._dtype), part)]).add_to(sums)
+        for index, total in zip(self._on_cpu, checksums(self._on_cpu.values(), self._dtype), strict=True):
+            sums[index] = total
         return sums
 
 
@@ -101,30 +109,57 @@ def checksum(tensor: torch.Tensor, dtype: torch.dtype, part: TensorSlice | None 
 
     `part`: the slice that `tensor` is; None: it is whole. The result stays on the device.
     """
-    part = part or TensorSlice.whole(tensor.shape)
-    if tensor.element_size() > dtype.itemsize:
-        tensor = tensor.to(dtype)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for values, positions in _chunks(tensor, part):
-        bits = values.contiguous().view(_INTEGER[values.element_size()])
-        total += (bits.to(torch.int64) * _weight(positions)).sum()
-    return total
+    return checksums([(tensor, part)], dtype)[0]
 
 
-def _chunks(tensor: torch.Tensor, part: TensorSlice) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield rows of the tensor, with the positions of their elements in the whole tensor."""
-    if tensor.ndim == 0:
-        tensor = tensor.view(1)
-        part = TensorSlice(part.offset, (1,), (1,))
-    rows = max(1, _CHUNK * tensor.shape[0] // max(tensor.numel(), 1))
-    for begin in range(0, tensor.shape[0], rows):
-        values = tensor[begin : begin + rows]
-        positions = torch.full((), part.offset + begin * part.strides[0], dtype=torch.int64, device=tensor.device)
-        for dimension, (length, stride) in enumerate(zip(values.shape, part.strides, strict=True)):
-            shape = [1] * values.ndim
-            shape[dimension] = length
-            positions = positions + (torch.arange(length, device=tensor.device) * stride).view(shape)
-        yield values, positions
+def checksums(slices: Collection[Slice], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Compute the checksums of many slices, as `checksum` does.
+
+    Weights of positions are most of the work. Slices that begin at the same position share them.
+    """
+    totals = [torch.zeros((), dtype=torch.int64, device=tensor.device) for tensor, _ in slices]
+    alike = defaultdict[_Grid, list[tuple[torch.Tensor, torch.Tensor]]](list)
+    for (tensor, part), total in zip(slices, totals, strict=True):
+        if tensor.element_size() > dtype.itemsize:
+            tensor = tensor.to(dtype)
+        part = part or TensorSlice.whole(tensor.shape)
+        if tensor.is_contiguous() and part.strides == contiguous_strides(part.shape):
+            tensor = tensor.view(-1)
+            part = TensorSlice(part.offset, (part.numel,), (1,))
+        if tensor.numel():
+            grid = _Grid(part.offset, part.shape[1:], part.strides, tensor.device)
+            alike[grid].append((tensor.view(_INTEGER[tensor.element_size()]), total))
+    for grid, members in alike.items():
+        rows = max(1, _CHUNK // prod(grid.row))
+        most = max(len(bits) for bits, _ in members)
+        for begin in range(0, most, rows):
+            weights = _weight(grid.positions(begin, min(begin + rows, most)))
+            for bits, total in members:
+                if begin >= len(bits):
+                    continue
+                values = bits[begin : begin + rows]
+                total += (values.to(torch.int64) * weights[: len(values)]).sum()
+    return totals
+
+
+class _Grid(NamedTuple):
+    """The positions of a slice with any number of rows: the parts of a tensor along its first dimension."""
+
+    offset: int
+    row: tuple[int, ...]  # shape
+    strides: tuple[int, ...]
+    device: torch.device
+
+    def positions(self, begin: int, end: int) -> torch.Tensor:
+        """Return the positions, in the whole tensor, of the elements of these rows."""
+        shape = (end - begin, *self.row)
+        first = self.offset + begin * self.strides[0]
+        positions = torch.full([1] * len(shape), first, dtype=torch.int64, device=self.device)
+        for dimension, (length, stride) in enumerate(zip(shape, self.strides, strict=True)):
+            steps = [1] * len(shape)
+            steps[dimension] = length
+            positions = positions + (torch.arange(length, device=self.device) * stride).view(steps)
+        return positions
 
 
 def _weight(positions: torch.Tensor) -> torch.Tensor:
