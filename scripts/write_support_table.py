@@ -23,6 +23,7 @@ from swift_megatron_grpo.arguments.refused import (
     REFUSED_COMPOSITE,
     REFUSED_TEXT,
     TAKES_IMAGES,
+    TAKES_RECORDINGS,
     TEXT,
     WITHOUT_ENGINE,
     Refusal,
@@ -78,8 +79,9 @@ def types_table() -> str:
     states |= {name: f"trained: mcore-bridge reads it as a {base}" for name, base in READ_AS.items()}
     states |= dict.fromkeys(COMPOSITE, "trained: text and images")
     for name in OMNI:
-        seen, refused = ("text and images", "videos") if name in TAKES_IMAGES else ("text", "images, videos")
-        states[name] = f"trained: {seen}; rows with {refused} or audio are refused"
+        heard = name in TAKES_IMAGES and name in TAKES_RECORDINGS
+        seen, refused = ("text, images and audio", "videos") if heard else ("text", "images, videos or audio")
+        states[name] = f"trained: {seen}; rows with {refused} are refused"
     states |= {name: f"refused: {why}" for name, why in {**REFUSED_TEXT, **REFUSED_COMPOSITE}.items()}
     rows = [
         f"| {', '.join(f'`{name}`' for name, its in states.items() if its == state)} | {state} |"

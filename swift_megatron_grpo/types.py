@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -118,20 +118,31 @@ class ModelImage:
         return prod(self.token_grid)
 
 
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
+class ModelRecording:
+    """One recording as a model hears it. Samples that play the same recording share one object."""
+
+    digest: str
+    num_tokens: int
+    encode: Callable[[], torch.Tensor]  # extracts its features: [bins, frames]
+    has_axes: ClassVar[bool] = False  # its tokens have positions like text
+
+
 @dataclass(frozen=True, slots=True)
 class PlacedImage:
-    """An image in a sequence: its tokens are those from `start` on."""
+    """An image or a recording in a sequence: its tokens are those from `start` on."""
 
-    image: ModelImage
+    image: ModelImage | ModelRecording
     start: int
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredText:
-    """A text whose log-probs engines compute. With an image, one of the tokens is its placeholder."""
+    """A text whose log-probs engines compute. One of the tokens is the placeholder of its image, or recording."""
 
     tokens: list[int]
     image: bytes | None = None  # a PNG of which no side is resized
+    recording: bytes | None = None  # a WAV as engines are sent it
 
 
 @dataclass(slots=True)

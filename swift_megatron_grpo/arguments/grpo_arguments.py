@@ -57,6 +57,7 @@ class GRPOArguments(DerivedArguments):
     cp_comm_type: str | None = None
 
     most_images = 0  # no flag: the most images that a row of the datasets has
+    most_recordings = 0  # no flag: the most recordings
     most_evaluated = 0  # no flag: the most prompts of a dataset that are evaluated; 0: all
 
     def __post_init__(self) -> None:
@@ -158,16 +159,18 @@ class GRPOArguments(DerivedArguments):
     def checked_datasets(self, train_dataset: Any, val_dataset: Any, template: Template) -> tuple[Any, Any]:
         """Check all rows, count their images, and apply --truncation_strategy."""
         rows = {"dataset": train_dataset, "val_dataset": val_dataset}
-        most, notes = [], []
+        most, heard, notes = [], [], []
         strategy = self.truncation_strategy or "left"
         is_never_cut = strategy == "left" and self.multi_turn_scheduler is not None  # but by --vllm_max_model_len
         for name, dataset in rows.items():
             if dataset is not None:
                 faults = chain(
-                    faults_of(check_rows, dataset, self.takes_images), faults_of_columns(self.reward_funcs, dataset)
+                    faults_of(check_rows, dataset, self.takes_images, self.takes_recordings),
+                    faults_of_columns(self.reward_funcs, dataset),
                 )
                 raise_faults(f"--{name}: {fault}" for fault in faults)
                 images = read_images(dataset, template, self.takes_images, sent=self.uses_servers)
+                heard.append(max((row.recordings for row in images), default=0))
                 most.append(check_images(dataset, images, self.vllm_max_model_len, self.max_completion_length))
                 kept, note = check_prompts(
                     dataset,
@@ -180,9 +183,13 @@ class GRPOArguments(DerivedArguments):
                 )
                 notes += [note] if note else []
                 rows[name] = without_row_numbers(kept)
-        self.most_images, self.notes_on_rows = max(most), tuple(notes)
-        raise_faults(self._faults(DataShape(self.most_images, self.is_multimodal)))
+        self.most_images, self.most_recordings, self.notes_on_rows = max(most), max(heard), tuple(notes)
+        raise_faults(self._faults(self._data_shape))
         return rows["dataset"], rows["val_dataset"]
+
+    @property
+    def _data_shape(self) -> DataShape:
+        return DataShape(self.most_images, self.is_multimodal, self.most_recordings)
 
     @reported_by_torchrun()
     def init_iters(self, train_dataset: Any, val_dataset: Any) -> None:
@@ -207,7 +214,7 @@ class GRPOArguments(DerivedArguments):
                 f"the dataset's {len(train_dataset)} prompts are too few for one training step in --num_train_epochs "
                 f"{self.num_train_epochs}; use --train_iters, which repeats the dataset as often as necessary"
             )
-        raise_faults(self._faults(DataShape(self.most_images, self.is_multimodal)))  # with the iterations
+        raise_faults(self._faults(self._data_shape))  # with the iterations
         raise_if_finished(self)
         if not self.resumes:
             self.check_replay_reach(rollouts_done=0)

@@ -70,7 +70,9 @@ def _saved_parts(args: GRPOArguments) -> config.SavedParts:
 def _engine(args: GRPOArguments, plan: batches.BatchSizes) -> config.VllmConfig:
     completions_per_engine = -(-plan.generation_batch_size // plan.layout.world_size) * args.vllm_tensor_parallel_size
     media = {"image": args.most_images, "video": 0}  # vLLM builds no vision tower without images
-    media |= {"audio": 0} if args.model_config["model_type"] in OMNI else {}  # no other type has this limit
+    media |= (
+        {"audio": args.most_recordings} if args.model_config["model_type"] in OMNI else {}
+    )  # no other type has this limit
     return config.VllmConfig.of(
         vars(args),
         vllm_max_num_seqs=args.vllm_max_num_seqs or completions_per_engine,
@@ -101,6 +103,7 @@ def configure_server(args: GRPOArguments) -> config.ServerConfig | None:
         lora_rank=args.lora_rank if args.vllm_enable_lora else None,
         turns=servers.turns,
         images=args.most_images,
+        recordings=args.most_recordings,
         returns_experts=args.of(routing.Routing).requested(1) > 0,
         quantization=args.rollout_quantization,
     )

@@ -29,9 +29,11 @@ from swift_megatron_grpo.data.images import (
     with_listed_images,
 )
 from swift_megatron_grpo.data.prompts import PromptSource
+from swift_megatron_grpo.data.recordings import UnreadableRecording, as_heard, recording_bytes, recordings_of
 from swift_megatron_grpo.types import Prompt
 
 _TAG = "<image>"
+_TAG_OF_A_RECORDING = "<audio>"
 _TAG_OF_A_FILE = "<img>.+?</img>"  # which ms-swift's template would open, and an engine leaves as text
 _LISTED = 5  # long prompts that a message names
 _OF_A_TURN = 64  # more tokens than a chat template adds to a turn
@@ -62,11 +64,12 @@ def _on_all_ranks(work: Callable[[int], T], rows: int) -> list[T]:
 
 
 class ImagesOfRow(NamedTuple):
-    """Images of a row, their number of tokens, and what is wrong with them."""
+    """Images and recordings of a row, their number of tokens, and what is wrong with them."""
 
     images: int
     tokens: int = 0
     problem: str | None = None
+    recordings: int = 0
 
 
 def read_images(dataset: Any, template: Any, takes_images: bool, sent: bool) -> list[ImagesOfRow]:
@@ -90,6 +93,13 @@ def check_row(
     no_text = re.compile("|".join([*map(re.escape, placeholder_texts), _TAG_OF_A_FILE]))
     if written := next(filter(None, map(no_text.search, texts)), None):
         return ImagesOfRow(images, problem=f"has {written[0]:.200} in its text; images are written {_TAG}")
+    recordings = recordings_of(row)
+    of_recordings = sum(text.count(_TAG_OF_A_RECORDING) for text in texts) if reader.recordings is not None else 0
+    if of_recordings > len(recordings):
+        problem = (
+            f"has {of_recordings} tags {_TAG_OF_A_RECORDING} for {len(recordings)} recordings in the column audios"
+        )
+        return ImagesOfRow(images, problem=problem)
     tags = sum(text.count(_TAG) for text in texts)
     if tags > images:
         return ImagesOfRow(images, problem=f"has {tags} tags {_TAG} for {images} images in the column images")
@@ -111,7 +121,13 @@ def check_row(
         read = reader.read(row, files)
     except ValueError as error:  # of the processor: sides too different
         return ImagesOfRow(images, problem=f"has an image that cannot be resized: {error}")
-    return ImagesOfRow(images, sum(map(reader.format.length_of, read)))
+    try:
+        heard = [reader.recording(as_heard(recording_bytes(source))) for source in recordings]
+    except UnreadableRecording as error:
+        return ImagesOfRow(images, problem=f"has a recording that {error}")
+    return ImagesOfRow(
+        images, sum(map(reader.length_of, read)) + sum(map(reader.length_of, heard)), recordings=len(heard)
+    )
 
 
 def check_images(
@@ -119,7 +135,9 @@ def check_images(
 ) -> int:
     """Raise ValueError for rows with problems. Return the largest number of images in a row."""
     problems = [(row, images.problem) for row, images in enumerate(checked) if images.problem is not None]
-    refuse_rows(dataset, problems, "have images that cannot be trained", "; correct these rows, or remove them")
+    refuse_rows(
+        dataset, problems, "have images or recordings that cannot be trained", "; correct these rows, or remove them"
+    )
     if max_model_len is not None:
         # vLLM cuts completions that are longer than what a prompt leaves, as a note on the flags says
         room = max_model_len - max_completion_length if max_completion_length < max_model_len else max_model_len
@@ -127,7 +145,7 @@ def check_images(
         refuse_rows(
             dataset,
             [(row, f"has {images.tokens}") for row, images in enumerate(checked) if images.tokens >= room],
-            f"have more tokens of images than the {room} that --vllm_max_model_len {max_model_len} and "
+            f"have more tokens of images and recordings than the {room} that --vllm_max_model_len {max_model_len} and "
             f"--max_completion_length {max_completion_length} leave for a prompt",
             f"; use a smaller --max_pixels, or --vllm_max_model_len above {longest + max_completion_length}",
         )
@@ -210,13 +228,14 @@ def _encode(
         prompts.taken = row
         [prompt] = prompts.take(1)
         shown = images[row]
-        expansion = 0 if strategy == "left" else shown.tokens - shown.images  # in place of one placeholder per image
+        media = shown.images + shown.recordings
+        expansion = 0 if strategy == "left" else shown.tokens - media  # in place of one placeholder each
         bound = _most_tokens(prompt.row)
         if bound is not None and bound + expansion <= limit:
             return EncodedRow(0)
         try:
             tokens = length(prompt) + expansion
-            if tokens <= limit or strategy != "left" or shown.images:
+            if tokens <= limit or strategy != "left" or media:
                 return EncodedRow(tokens)
             return EncodedRow(tokens, kept=fitting(prompt))
         except Exception as error:  # whatever ms-swift and the tokenizer raise

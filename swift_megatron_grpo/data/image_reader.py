@@ -18,7 +18,16 @@ from swift.template import Template
 
 from swift_megatron_grpo.data.image_formats import MERGE, Grid, MismatchedImages, image_format
 from swift_megatron_grpo.data.images import digest_of, encoder_of, image_bytes, image_size, images_of
-from swift_megatron_grpo.types import ModelImage, PlacedImage
+from swift_megatron_grpo.data.recordings import (
+    UnreadableRecording,
+    as_heard,
+    recording_bytes,
+    recording_format,
+    recordings_of,
+)
+from swift_megatron_grpo.types import ModelImage, ModelRecording, PlacedImage
+
+Medium = ModelImage | ModelRecording
 
 _RESIZING = ("min_pixels", "max_pixels", "resized_height", "resized_width")  # of a row's chat_template_kwargs
 
@@ -28,12 +37,24 @@ class ImageReader:
 
     def __init__(self, template: Template) -> None:
         self.format = image_format(template)
+        self.recordings = recording_format(template.processor)
         self._template = encoder_of(template)
-        self._shared: WeakValueDictionary[tuple[Any, ...], ModelImage] = WeakValueDictionary()
+        self._shared: WeakValueDictionary[tuple[Any, ...], Medium] = WeakValueDictionary()
 
-    def images(self, row: Mapping[str, Any]) -> list[ModelImage]:
-        """Return the images of a row, in order. Equal files that are still in use are one object."""
-        return self.read(row, map(image_bytes, images_of(row)))
+    def images(self, row: Mapping[str, Any]) -> list[Medium]:
+        """Return the images, then the recordings of a row. Equal files that are still in use are one object."""
+        recordings = map(as_heard, map(recording_bytes, recordings_of(row)))
+        return [*self.read(row, map(image_bytes, images_of(row))), *map(self.recording, recordings)]
+
+    def recording(self, heard: bytes) -> ModelRecording:
+        """Return a recording, of the file that engines are sent."""
+        if self.recordings is None:
+            raise UnreadableRecording("is for a model that takes no recordings")
+        key = ("heard", digest_of(heard))
+        recording = self._shared.get(key)
+        if not isinstance(recording, ModelRecording):
+            recording = self._shared[key] = self.recordings.read(heard)
+        return recording
 
     def read(self, row: Mapping[str, Any], contents: Iterable[bytes]) -> list[ModelImage]:
         """Return the images of a row from the contents of its files."""
@@ -51,28 +72,48 @@ class ImageReader:
         return self._make(content, grid, encode)
 
     def place(
-        self, prompt_id: str, images: Sequence[ModelImage], tokens: Sequence[int], may_end_early: bool = False
+        self, prompt_id: str, images: Sequence[Medium], tokens: Sequence[int], may_end_early: bool = False
     ) -> tuple[PlacedImage, ...]:
-        """Return where images are in expanded tokens. `may_end_early`: the last ones may not have been shown."""
-        runs = placeholder_runs(tokens, self.format.placeholder)
-        images = images[: len(runs)] if may_end_early else images
-        found = [length for _, length in runs]
-        expected = [image.num_tokens for image in images]
-        if found != expected:
-            raise MismatchedImages(
-                f"prompt {prompt_id}: the engine has expanded its images to {found} tokens, and the trainer to "
-                f"{expected}; use the same --model, --template and --max_pixels on both sides; a scheduler that adds "
-                "images must return all of them as rollout_infos['images']"
-            )
-        return tuple(PlacedImage(image, start) for image, (start, _) in zip(images, runs, strict=True))
+        """Return where images and recordings are in expanded tokens, in the order of the tokens.
 
-    def expand(self, tokens: Sequence[int], images: Sequence[ModelImage]) -> list[int]:
-        """Repeat the placeholder of each image in a prompt that is not expanded yet, as inference engines do."""
-        waiting = iter(images)
+        `may_end_early`: the last ones may not have been shown.
+        """
+        seen = [image for image in images if isinstance(image, ModelImage)]
+        heard = [recording for recording in images if isinstance(recording, ModelRecording)]
+        placed: list[PlacedImage] = []
+        kinds: list[tuple[str, int, Sequence[Medium]]] = [("images", self.format.placeholder, seen)]
+        kinds += [] if self.recordings is None else [("recordings", self.recordings.placeholder, heard)]
+        for name, placeholder, of_kind in kinds:
+            runs = placeholder_runs(tokens, placeholder)
+            shown = of_kind[: len(runs)] if may_end_early else of_kind
+            found = [length for _, length in runs]
+            expected = [medium.num_tokens for medium in shown]
+            if found != expected:
+                raise MismatchedImages(
+                    f"prompt {prompt_id}: the engine has expanded its {name} to {found} tokens, and the trainer to "
+                    f"{expected}; use the same --model, --template and --max_pixels on both sides; a scheduler that "
+                    "adds images must return all of them as rollout_infos['images']"
+                )
+            placed += [PlacedImage(medium, start) for medium, (start, _) in zip(shown, runs, strict=True)]
+        return tuple(sorted(placed, key=lambda each: each.start))
+
+    def expand(self, tokens: Sequence[int], images: Sequence[Medium]) -> list[int]:
+        """Repeat the placeholders of images and recordings in a prompt that is not expanded yet, as engines do."""
+        seen = (image for image in images if isinstance(image, ModelImage))
+        heard = (recording for recording in images if isinstance(recording, ModelRecording))
         expanded: list[int] = []
         for token in tokens:
-            expanded += self.format.tokens_of(next(waiting)) if token == self.format.placeholder else [token]
+            if token == self.format.placeholder:
+                expanded += self.format.tokens_of(next(seen))
+            elif self.recordings is not None and token == self.recordings.placeholder:
+                expanded += [token] * next(heard).num_tokens
+            else:
+                expanded.append(token)
         return expanded
+
+    def length_of(self, medium: Medium) -> int:
+        """Return the number of tokens that replace a placeholder."""
+        return self.format.length_of(medium) if isinstance(medium, ModelImage) else medium.num_tokens
 
     def encode_prompt(self, row: Mapping[str, Any]) -> list[int]:
         """Return the tokens of a row's prompt, with one placeholder per image."""
@@ -81,14 +122,18 @@ class ImageReader:
 
     def placeholder_in_text(self, content: bytes) -> list[int]:
         """Return the placeholder of an image and its neighbours in a prompt, which mark an image's start and end."""
-        prompt = self.encode_prompt(_only_image(content))
-        place = prompt.index(self.format.placeholder)
-        return prompt[place - 1 : place + 2]
+        return _with_neighbours(self.encode_prompt(_only_image(content)), self.format.placeholder)
+
+    def recording_in_text(self, heard: bytes) -> list[int]:
+        """Return the same for a recording."""
+        assert self.recordings is not None
+        row = {"messages": [{"role": "user", "content": "<audio>"}], "audios": [heard]}
+        return _with_neighbours(self.encode_prompt(row), self.recordings.placeholder)
 
     def _image(self, content: bytes, options: Mapping[str, Any]) -> ModelImage:
         key = (digest_of(content), *sorted(options.items()))
         image = self._shared.get(key)
-        if image is None:
+        if not isinstance(image, ModelImage):
             grid = self.format.grid(*image_size(content), options)
             image = self._make(content, grid, partial(self._patches, content, dict(options), grid))
             self._shared[key] = image
@@ -112,6 +157,11 @@ class ImageReader:
 
 def _only_image(content: bytes) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "<image>"}], "images": [{"bytes": content, "path": None}]}
+
+
+def _with_neighbours(prompt: list[int], placeholder: int) -> list[int]:
+    place = prompt.index(placeholder)
+    return prompt[place - 1 : place + 2]
 
 
 def placeholder_runs(tokens: Sequence[int], placeholder: int) -> list[tuple[int, int]]:

@@ -19,8 +19,6 @@ from swift.template import Template
 from swift.template.template_inputs import StdTemplateInputs
 from swift.template.vision_utils import _check_path, load_file
 
-from swift_megatron_grpo.types import Prompt
-
 MAX_PIXELS = 2**26  # of an image that another process sends
 MAX_BYTES = 2**26  # of its file, by the default of a server's --max_body_bytes
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # of these
@@ -148,10 +146,6 @@ def digest_of(content: bytes) -> str:
 def files_of(row: Mapping[str, Any]) -> list[tuple[str, bytes]]:
     """Return digest and content of each image of a row, in order."""
     return [(digest_of(content), content) for content in map(image_bytes, images_of(row))]
-
-
-def image_digests(prompt: Prompt) -> list[str]:
-    return [digest for digest, _ in files_of(prompt.row)]
 
 
 def check_sent(

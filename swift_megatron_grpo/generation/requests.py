@@ -8,6 +8,7 @@ from swift.infer_engine.protocol import RolloutInferRequest
 from swift.rl_core.data import OnPolicySample
 from swift.utils import remove_response
 
+from swift_megatron_grpo.data.recordings import sent_recordings
 from swift_megatron_grpo.generation.interface import Request
 from swift_megatron_grpo.generation.protocol.messages import Completion, as_json
 from swift_megatron_grpo.settings.config import SamplingConfig
@@ -26,12 +27,14 @@ def infer_request(prompt: Prompt, include_extra: bool = False) -> RolloutInferRe
     sample = OnPolicySample.from_row(prompt.row)  # a copy
     remove_response(sample.messages)
     request: RolloutInferRequest = sample.to_infer_request(include_extra=include_extra)
+    request.audios = sent_recordings(prompt.row)
     return request
 
 
-def without_images(prompt: Prompt) -> Prompt:
-    """Return the prompt without its images, which a server is sent separately."""
-    return Prompt(prompt.prompt_id, {name: value for name, value in prompt.row.items() if name != "images"})
+def without_media(prompt: Prompt) -> Prompt:
+    """Return the prompt without its images and recordings, which a server is sent separately."""
+    others = {name: value for name, value in prompt.row.items() if name not in ("images", "audios")}
+    return Prompt(prompt.prompt_id, others)
 
 
 def conversation_request(request: Request) -> RolloutInferRequest:

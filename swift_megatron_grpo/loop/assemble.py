@@ -11,8 +11,8 @@ from typing import Any
 
 from swift_megatron_grpo.data.evaluation_sets import rows_by_name
 from swift_megatron_grpo.data.image_reader import ImageReader
-from swift_megatron_grpo.data.images import image_digests
 from swift_megatron_grpo.data.prompts import PromptSource
+from swift_megatron_grpo.data.recordings import media_digests
 from swift_megatron_grpo.generation.interface import GenerationEngine
 from swift_megatron_grpo.generation.local.conversations import MultiTurnVllm
 from swift_megatron_grpo.generation.local.engine import LocalVllm, memory_to_start
@@ -86,7 +86,8 @@ class RunInputs:
 
     template: Any  # of ms-swift
     train_rows: Sequence[dict[str, Any]]
-    image_reader: ImageReader | None  # None: no row has images
+    image_reader: ImageReader | None  # None: no row has images or recordings
+    media: frozenset[str]  # image, audio: that rows have
     rewards: RewardFunctions
     servers: GenerationEngine | None  # None: vLLM runs in the training processes
     teacher: ServedTeacher | None  # None: there is no teacher, or it is a model of the ranks
@@ -144,7 +145,7 @@ def _unfinished(config: GRPOConfig, run: RunInputs) -> UnfinishedRollout | None:
         folder = Path(run.checkpoints[0])
         limits = _limits(config, run)
         try:
-            found = read_unfinished(folder, run.rollouts_done, shared_settings(config), find, limits, image_digests)
+            found = read_unfinished(folder, run.rollouts_done, shared_settings(config), find, limits, media_digests)
         except BadRow as error:
             problem = str(error)
     problems = [text for text in run.coordinator.all_gather(problem) if text is not None]
@@ -173,6 +174,7 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, fi
     canary = build_canary(
         run.template.tokenizer,
         run.image_reader,
+        run.media,
         longest=config.engine.vllm_max_model_len if config.server is None else config.server.least_length,
         trained_models=models.wrapped,
         coordinator=run.coordinator,
@@ -213,7 +215,7 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, fi
         ),
         dump=dump,
         earlier=earlier,
-        replay=RolloutReplay(recording.replay, _limits(config, run), image_digests) if recording.replay else None,
+        replay=RolloutReplay(recording.replay, _limits(config, run), media_digests) if recording.replay else None,
         watchdog=_start_watchdog(config, run),
         trace=Trace(
             config.trace_steps,
@@ -317,8 +319,8 @@ def _dump(
         return None, None
     writes = run.coordinator.rank == 0
     uses = writes and config.recording.continues and can_be_used(folder, flags)
-    dump = RolloutDump(folder, run.recording, first_new_rollout, writes, image_digests, flags, keeps_later=uses)
-    reader = EarlierRollouts(folder, _limits(config, run), image_digests, run.logger.info)
+    dump = RolloutDump(folder, run.recording, first_new_rollout, writes, media_digests, flags, keeps_later=uses)
+    reader = EarlierRollouts(folder, _limits(config, run), media_digests, run.logger.info)
     return dump, reader if uses else None
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from swift_megatron_grpo.data.image_reader import ImageReader
-from swift_megatron_grpo.types import Graded, ModelImage, PlacedImage, Rollout, Sample
+from swift_megatron_grpo.data.image_reader import ImageReader, Medium
+from swift_megatron_grpo.types import Graded, PlacedImage, Rollout, Sample
 
 NO_TOKEN = -1  # a token that the policy sampled stands for no image
 
@@ -19,7 +19,7 @@ def samples_of(
     replays_engine: bool = False,
 ) -> list[Sample]:
     """Return a sample for each completion. `replays_engine`: its routers choose the experts that the engine chose."""
-    read: dict[str, list[ModelImage]] = {}  # by prompt: its images are read once
+    read: dict[str, list[Medium]] = {}  # by prompt: its images are read once
 
     def place(rollout: Rollout) -> tuple[PlacedImage, ...]:
         if image_reader is None:

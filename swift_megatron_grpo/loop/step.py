@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from swift_megatron_grpo.data.images import image_digests
+from swift_megatron_grpo.data.recordings import media_digests
 from swift_megatron_grpo.grading.results import add_advantages, outcome_metrics, subtract_kl
 from swift_megatron_grpo.loop.checks.experts import check_reported
 from swift_megatron_grpo.loop.rollouts import Rollouts
@@ -110,7 +110,7 @@ class GRPOLoop:
         unfinished = self._batches.unfinished(self._weights_version)
         if self.stages.coordinator.rank == 0:
             self.kl_controller.save(folder)
-            save_unfinished(Path(folder), unfinished, image_digests)
+            save_unfinished(Path(folder), unfinished, media_digests)
 
     # ---- a step
 

@@ -230,10 +230,12 @@ class WeightSync:
         quantized = "" if self._config.rollout_quantization == "none" else ", before it quantized its linear layers"
         holds = f"holds all {tensors} tensors bit for bit as they were sent{repacked}{quantized}"
         runs = f"runs the adapter of {tensors} tensors"
-        image = "" if self.canary.text.image is None else " with an image"
+        text = self.canary.text
+        shown = [name for name, file in (("an image", text.image), ("a recording", text.recording)) if file is not None]
+        media = f" with {' and '.join(shown)}" if shown else ""
         self._log.info(
             f"first weight sync: vLLM {holds if self._reads_back else runs}; its log-probs of a fixed text of "
-            f"{len(self.canary.tokens)} tokens{image} differ from the trainer's by {difference.mean:.2g} on average, "
+            f"{len(self.canary.tokens)} tokens{media} differ from the trainer's by {difference.mean:.2g} on average, "
             f"at most by {difference.max:.2g}"
         )
 

@@ -6,26 +6,31 @@ from dataclasses import dataclass
 import torch
 
 from swift_megatron_grpo.packing.segments import PackedLayout
-from swift_megatron_grpo.types import ModelImage, PlacedImage, Sample
+from swift_megatron_grpo.types import ModelImage, ModelRecording, PlacedImage, Sample
+
+SEEN, HEARD = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
 class PackedImages:
-    """The images of a micro batch. Their pixels are read by the first pipeline stage, when it embeds them."""
+    """The images and recordings of a micro batch. Their files are read by the first pipeline stage."""
 
-    shown: tuple[ModelImage, ...]  # in the order of their tokens; once for each segment that shows it
-    mask: torch.Tensor  # [1, n] True for tokens that stand for a part of an image
+    shown: tuple[ModelImage | ModelRecording, ...]  # in the order of their tokens; once for each segment that shows it
+    mask: torch.Tensor  # [1, n] SEEN for tokens that stand for a part of an image, HEARD for those of a recording, or 0
 
 
-def pack_images(samples: Sequence[Sample], layout: PackedLayout) -> tuple[tuple[ModelImage, ...], torch.Tensor]:
-    """Return the images of a packed micro batch, and the mask [n] of their tokens."""
-    mask = torch.zeros(layout.total, dtype=torch.bool)
-    shown: list[ModelImage] = []
+def pack_images(
+    samples: Sequence[Sample], layout: PackedLayout
+) -> tuple[tuple[ModelImage | ModelRecording, ...], torch.Tensor]:
+    """Return the images and recordings of a packed micro batch, and the mask [n] of their tokens."""
+    mask = torch.zeros(layout.total, dtype=torch.uint8)
+    shown: list[ModelImage | ModelRecording] = []
     for segment in layout.segments:
         for placed in samples[segment.sample].images:
             if segment.begin <= placed.start < segment.end:
                 begin = segment.start + placed.start - segment.begin
-                mask[begin : begin + placed.image.num_tokens] = True
+                kind = SEEN if isinstance(placed.image, ModelImage) else HEARD
+                mask[begin : begin + placed.image.num_tokens] = kind
                 shown.append(placed.image)
     return tuple(shown), mask
 
@@ -41,6 +46,8 @@ def positions_of(length: int, images: Sequence[PlacedImage]) -> torch.Tensor:
     for placed in images:
         if placed.start >= length:
             break
+        if isinstance(placed.image, ModelRecording):
+            continue  # it has positions like text
         text = placed.start - done
         pieces.append(_text(following, text))
         following += text

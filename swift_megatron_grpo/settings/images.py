@@ -19,6 +19,7 @@ class Images(Flags):
     vit_lr: float | None
     aligner_lr: float | None
     vllm_mode: str | None
+    multi_turn_scheduler: str | None
     vllm_tensor_parallel_size: int
     vllm_engine_kwargs: Any
     adapter: Adapter
@@ -27,10 +28,11 @@ class Images(Flags):
     def rows_have_what_is_trained(self, rows: DataShape) -> Faults:
         parts = {"freeze_vit": self.freeze_vit, "freeze_aligner": self.freeze_aligner}
         trained = [part for part, frozen in parts.items() if rows.model_sees and not frozen]
-        if self.language_model_only and rows.images:
+        if self.language_model_only and (rows.images or rows.recordings):
+            media, column = ("images", "images") if rows.images else ("recordings", "audios")
             yield (
-                "--language_model_only true builds no image part, and rows of the dataset have images; use "
-                "--language_model_only false, or remove the column images"
+                f"--language_model_only true builds no image or audio part, and rows of the dataset have {media}; use "
+                f"--language_model_only false, or remove the column {column}"
             )
         elif trained and not rows.images and not self.adapter.exists:
             yield (
@@ -51,6 +53,14 @@ class Images(Flags):
                     f"--{flag} {rate:g}: the part of the model that it is for is not trained; use --{part} false, or "
                     f"leave --{flag} out"
                 )
+
+    @rule
+    def recordings_are_played_in_one_turn(self, rows: DataShape) -> Faults:
+        if rows.recordings and self.multi_turn_scheduler is not None:
+            yield (
+                f"--multi_turn_scheduler {self.multi_turn_scheduler}: rows of the dataset have audio, which "
+                "conversations cannot have yet; leave it out, or remove the column audios"
+            )
 
     @rule
     def vllm_divides_the_image_part(self, config: Mapping[str, Any], rows: DataShape) -> Faults:

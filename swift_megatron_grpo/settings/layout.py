@@ -102,6 +102,7 @@ def unread_window(text: Mapping[str, Any]) -> int | None:
 class DataShape:
     images: int  # the most in a row
     model_sees: bool = True  # the model has an image part
+    recordings: int = 0  # the most in a row
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,6 +174,16 @@ class Engine(Flags):
     offload_grad: bool = False
 
     @rule
+    def rows_fit_the_limit_of_recordings(self, rows: DataShape) -> Faults:
+        limits = None if self.vllm_mode == "server" else self.vllm_limit_mm_per_prompt
+        if limits is not None and limits.get("audio", rows.recordings) < rows.recordings:
+            yield (
+                f"--vllm_limit_mm_per_prompt allows {limits['audio']} recordings, and a row of the dataset has "
+                f"{rows.recordings}; use --vllm_limit_mm_per_prompt "
+                f"""'{{"image": {rows.images}, "video": 0, "audio": {rows.recordings}}}', or leave it out"""
+            )
+
+    @rule
     def rows_fit_the_limit_of_images(self, rows: DataShape) -> Faults:
         # a kind that the flag does not name is not limited, and a server has its own limit
         limits = None if self.vllm_mode == "server" else self.vllm_limit_mm_per_prompt

@@ -14,7 +14,7 @@ from swift_megatron_grpo.packing.routing import layers_with_experts
 from swift_megatron_grpo.packing.segments import groups_of
 from swift_megatron_grpo.runtime.parallel import RankPosition
 from swift_megatron_grpo.training.vision_tower import thinker_config
-from swift_megatron_grpo.types import Sample
+from swift_megatron_grpo.types import ModelImage, Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,8 @@ class Planner:
         if share == 0 or not any(sample.images for sample in samples):
             return None
         vision_tower = _vision_tower_flops(thinker_config(self._config.hf_config).vision_config)
-        shown = [[placed.image.grid for placed in sample.images] for sample in samples]
+        images = [[p.image for p in sample.images if isinstance(p.image, ModelImage)] for sample in samples]
+        shown = [[image.grid for image in of_sample] for of_sample in images]
         # A tile attends to itself alone, and an image without tiles is one.
         return [
             share * sum(tiles * vision_tower.of_image(prod(patches)) for tiles, *patches in grids) for grids in shown

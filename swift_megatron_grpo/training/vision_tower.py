@@ -10,7 +10,7 @@ between a micro batch and the vision tower:
 """
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,9 +19,9 @@ import torch
 from mcore_bridge.model import GPTModel, MultimodalGPTModel
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 
-from swift_megatron_grpo.packing.images import PackedImages
+from swift_megatron_grpo.packing.images import HEARD, SEEN, PackedImages
 from swift_megatron_grpo.runtime.replaced import replaced
-from swift_megatron_grpo.types import ModelImage
+from swift_megatron_grpo.types import ModelImage, ModelRecording
 
 # Rows of images, [tokens, h], and what deepstack adds to each of the language model's first layers, [tokens, h] each.
 Rows = tuple[torch.Tensor, ...]
@@ -54,11 +54,12 @@ class VisionTowerGuard:
     def __init__(self, towers: Any) -> None:
         self._towers = towers  # mcore-bridge's wrapper around the vision tower of transformers
         self._cuts_tiles = not hasattr(towers, "visual")  # InternVL, whose vision tower has a separate aligner
+        self._hears = hasattr(towers, "audio_tower")
         self._upstream = towers.get_inputs_embeds
         self._trained = any(parameter.requires_grad for parameter in towers.parameters())
         config = towers.config
         self._cuts_sequence = config.sequence_parallel and config.tensor_model_parallel_size > 1
-        self._kept: WeakKeyDictionary[ModelImage, Rows] = WeakKeyDictionary()
+        self._kept: WeakKeyDictionary[ModelImage | ModelRecording, Rows] = WeakKeyDictionary()
 
     def embed(
         self,
@@ -76,22 +77,47 @@ class VisionTowerGuard:
             embed = self._upstream if self._trained and torch.is_grad_enabled() else of_text
             return embed(inputs_embeds, input_ids=input_ids, **others)
         # To upstream, only tokens of these images are placeholders; sampled ones are embedded as words already.
-        marks = torch.where(packed_images.mask, thinker_config(towers.hf_config).image_token_id, 0)
-        nothing = inputs_embeds.new_zeros(0)  # in place of pixels and grids: the rows are there
-        row, *deep = self._rows_of(packed_images.shown)
+        config = thinker_config(towers.hf_config)
+        marks = torch.where(packed_images.mask == SEEN, config.image_token_id, 0)
+        nothing = inputs_embeds.new_zeros(0)  # in place of pixels, grids and features: the rows are there
+        given: dict[str, torch.Tensor] = {}
+        images = [image for image in packed_images.shown if isinstance(image, ModelImage)]
+        recordings = [recording for recording in packed_images.shown if isinstance(recording, ModelRecording)]
+        row, deep = self._blank, []  # upstream embeds a blank image, and adds 0 times the result
+        if images:
+            row, *deep = self._rows_of(images)
+            given |= {"pixel_values": nothing, "image_grid_thw": nothing}
+        heard = self._blank  # and a blank recording
+        if recordings:
+            heard = self._rows_of_recordings(recordings)
+            marks = torch.where(packed_images.mask == HEARD, config.audio_token_id, marks)
+            given |= {"input_features": nothing}
         output = SimpleNamespace(pooler_output=row, deepstack_features=deep)  # with the names of transformers
-        called = (towers, "get_image_features") if self._cuts_tiles else (towers.visual, "forward")
-        with replaced(*called, lambda *pixels, **others: output), self._without_blank_recording():
-            return self._upstream(
-                inputs_embeds, input_ids=marks, pixel_values=nothing, image_grid_thw=nothing, **others
-            )
+        seeing = (towers, "get_image_features") if self._cuts_tiles else (towers.visual, "forward")
+        hears = replaced(towers, "get_audio_features", lambda *features: heard) if self._hears else nullcontext()
+        with replaced(*seeing, lambda *pixels, **others: output), hears:
+            return self._upstream(inputs_embeds, input_ids=marks, **given, **others)
 
-    def _without_blank_recording(self) -> AbstractContextManager[None]:
-        """Keep upstream from embedding a blank recording in a frozen audio part, to add 0 times the result."""
-        if not hasattr(self._towers, "audio_tower"):
-            return nullcontext()
-        nothing = torch.zeros(1, device=torch.cuda.current_device())
-        return replaced(self._towers, "get_audio_features", lambda *recordings: nothing)
+    @property
+    def _blank(self) -> torch.Tensor:
+        return torch.zeros(1, 1, device=torch.cuda.current_device())
+
+    def _rows_of_recordings(self, shown: Sequence[ModelRecording]) -> torch.Tensor:
+        """Return the rows [tokens, h] of recordings, in order, of a frozen audio part: it embeds each once."""
+        for recording in dict.fromkeys(shown):
+            if recording not in self._kept:
+                with torch.no_grad():
+                    self._kept[recording] = (self._hear(recording),)
+        return torch.cat([self._kept[recording][0] for recording in shown])
+
+    def _hear(self, recording: ModelRecording) -> torch.Tensor:
+        towers = self._towers
+        features = recording.encode().to(torch.cuda.current_device(), towers.audio_tower.dtype)[None]
+        frames = torch.ones(features.shape[::2], dtype=torch.bool, device=features.device)
+        rows: torch.Tensor = towers.get_audio_features(features, frames).last_hidden_state
+        if len(rows) != recording.num_tokens:
+            raise ValueError(f"a recording has {len(rows)} rows for its {recording.num_tokens} tokens")
+        return rows
 
     def _rows_of(self, shown: Sequence[ModelImage]) -> Rows:
         """Return the rows of images, in order; those that occur several times are computed once."""

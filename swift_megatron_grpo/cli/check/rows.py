@@ -49,12 +49,12 @@ def read_rows(args: GRPOArguments, dataset: Any, template: Template) -> Rows:
     prompts = source.take(min(MOST_ROWS, len(dataset)))
     lengths = [len(encoder.encode(infer_request(prompt))["input_ids"]) for prompt in prompts]
     image_tokens = [0] * len(prompts)
-    if args.most_images:
+    if args.most_images or args.most_recordings:
         reader = ImageReader(template)
         for place, prompt in enumerate(prompts):
             shown = reader.images(prompt.row)
             image_tokens[place] = sum(image.num_tokens for image in shown)
-            lengths[place] += sum(reader.format.length_of(image) - 1 for image in shown)  # in place of placeholders
+            lengths[place] += sum(reader.length_of(medium) - 1 for medium in shown)  # in place of placeholders
     return Rows(len(dataset), prompts, lengths, image_tokens)
 
 

@@ -49,7 +49,7 @@ class TurnRecorder:
     ) -> ChatCompletionResponse:
         """Generate the next turn. A conversation without room for it gets an empty response, which ends it.
 
-        So does one with images in which the policy has sampled one of the `placeholders`: the engine would put an image
+        So does one with media in which the policy has sampled one of the `placeholders`: the engine would put an image
         in its place. `infer` raises NoRoom or MaxLengthError.
         """
         if self._ended:
@@ -59,7 +59,7 @@ class TurnRecorder:
             config, seed=turn_seed(self._seed, self._requested), return_details=True, logprobs=self._logprobs
         )
         left = tokens_left(self._tokens_of_all_turns, self.recorded)
-        if left == 0 or (request.images and sampled_any(placeholders, self.recorded)):
+        if left == 0 or ((request.images or request.audios) and sampled_any(placeholders, self.recorded)):
             self._ended = True
             return empty_response(request)
         if left is not None:

@@ -173,6 +173,7 @@ class ServerStatus:
     max_lora_rank: StrictInt
     held_media: tuple[str, ...]  # image, video, audio: it holds the parts of the model for these, which have to be sent
     images_per_prompt: StrictInt  # that it accepts; 0: none
+    recordings_per_prompt: StrictInt
     quantization: str  # its --rollout_quantization
     returns_experts: StrictBool  # it can report which experts its routers choose
     conversations: ConversationSettings | None  # None: a completion is one turn

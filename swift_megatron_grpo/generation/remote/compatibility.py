@@ -34,6 +34,11 @@ def problems_of(status: ServerStatus, config: ServerConfig) -> list[str]:
         f"""start it with --vllm_limit_mm_per_prompt '{{"image": {config.images}, "video": 0}}'""": (
             status.images_per_prompt < config.images
         ),
+        f"it accepts {status.recordings_per_prompt} recordings in a prompt, and a row of the dataset has "
+        f"{config.recordings}; start it with --vllm_limit_mm_per_prompt "
+        f"""'{{"image": {config.images}, "video": 0, "audio": {config.recordings}}}'""": (
+            status.recordings_per_prompt < config.recordings
+        ),
         "it was started with max_logprobs 0 in --vllm_engine_kwargs, so it cannot return the log-probs of sampled "
         "tokens, which measure how far the policy has moved since; leave that setting out": status.max_logprobs == 0,
         "it does not report the experts that its routers choose, which --router_replay_mode R3 and "

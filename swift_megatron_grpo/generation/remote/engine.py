@@ -201,8 +201,9 @@ class RemoteVllm:
                     server.invalidate_weights()
 
     def start_scoring(self, text: ScoredText) -> Callable[[], dict[str, list[float]]]:
-        image = None if text.image is None else base64.b64encode(text.image).decode("ascii")
-        payload = {"tokens": list(text.tokens), "image": image, "weights_version": self._version}
+        files = {"image": text.image, "recording": text.recording}
+        media = {name: None if file is None else base64.b64encode(file).decode("ascii") for name, file in files.items()}
+        payload = {"tokens": list(text.tokens), **media, "weights_version": self._version}
         by_server = self._start_requests(lambda server, timeout: server.client.score_text(payload, timeout))
         return lambda: {
             url if len(replicas) == 1 else f"{url} replica {number}": logprobs

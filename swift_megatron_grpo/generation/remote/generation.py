@@ -22,6 +22,7 @@ from typing import Any
 from swift.utils import get_logger
 
 from swift_megatron_grpo.data.images import files_of
+from swift_megatron_grpo.data.recordings import heard_files_of
 from swift_megatron_grpo.generation.interface import AnsweredRequest, Progress, Request
 from swift_megatron_grpo.generation.protocol.messages import (
     CONFLICT,
@@ -39,7 +40,7 @@ from swift_megatron_grpo.generation.requests import (
     infer_request,
     request_config,
     to_rollout,
-    without_images,
+    without_media,
 )
 from swift_megatron_grpo.settings.config import SamplingConfig
 from swift_megatron_grpo.types import Prompt, Rollout
@@ -54,6 +55,7 @@ class _Payloads:
         self._sampling = sampling
         self._has_turns = has_turns
         self._images: dict[str, list[tuple[str, bytes]]] = {}  # by prompt
+        self._recordings: dict[str, list[tuple[str, bytes]]] = {}
         self._requests: dict[str, dict[str, Any]] = {}  # by prompt
 
     def images(self, prompt: Prompt) -> list[tuple[str, bytes]]:
@@ -61,9 +63,17 @@ class _Payloads:
             self._images[prompt.prompt_id] = files_of(prompt.row)
         return self._images[prompt.prompt_id]
 
+    def recordings(self, prompt: Prompt) -> list[tuple[str, bytes]]:
+        if prompt.prompt_id not in self._recordings:
+            self._recordings[prompt.prompt_id] = heard_files_of(prompt.row)
+        return self._recordings[prompt.prompt_id]
+
+    def media(self, prompt: Prompt) -> list[tuple[str, bytes]]:
+        return [*self.images(prompt), *self.recordings(prompt)]
+
     def payload(self, request: Request, version: int) -> dict[str, Any]:
         sampling, name = self._sampling, request.prompt.prompt_id
-        text_only = replace(request, prompt=without_images(request.prompt))
+        text_only = replace(request, prompt=without_media(request.prompt))
         if not self._has_turns and name not in self._requests:  # with its uuid, which only schedulers read
             self._requests[name] = asdict(infer_request(text_only.prompt))
         return {
@@ -73,6 +83,7 @@ class _Payloads:
                 sampling.max_completion_length if sampling.limits_conversations and self._has_turns else None
             ),
             "image_digests": [digest for digest, _ in self.images(request.prompt)],
+            "audio_digests": [digest for digest, _ in self.recordings(request.prompt)],
             "experts": request.returns_experts,
             "weights_version": version,
         }
@@ -205,7 +216,7 @@ class RemoteGeneration:
             assigned[url].append(number)
         for server in servers:
             numbers = assigned[server.url]
-            with_images = {number for number in numbers if self._payloads.images(self._requests[number].prompt)}
+            with_images = {number for number in numbers if self._payloads.media(self._requests[number].prompt)}
             together = [number for number in numbers if number not in with_images]
             batches = [together[begin : begin + MOST_IN_BATCH] for begin in range(0, len(together), MOST_IN_BATCH)]
             for batch in [*([number] for number in with_images), *batches]:
@@ -258,7 +269,7 @@ class RemoteGeneration:
         """Send requests after their images; once more if the server no longer has these."""
         requests = [self._requests[number] for number in numbers]
         payloads = [self._payloads.payload(request, version) for request in requests]
-        images = dict(image for request in requests for image in self._payloads.images(request.prompt))
+        images = dict(image for request in requests for image in self._payloads.media(request.prompt))
         timeout = self._servers.config.request_timeout
         await server.images.send(images, timeout)
         try:

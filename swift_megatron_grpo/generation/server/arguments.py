@@ -138,6 +138,7 @@ class GRPORolloutArguments(RolloutArguments):
             vocab_size=engine_settings["vocab_size"],
             accepts_media=engine_settings["accepts_media"],
             images=engine_settings["status"]["images_per_prompt"],
+            recordings=engine_settings["status"]["recordings_per_prompt"],
         )
 
     @property

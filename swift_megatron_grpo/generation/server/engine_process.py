@@ -25,6 +25,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from swift_megatron_grpo.data.image_formats import image_placeholder
 from swift_megatron_grpo.data.images import portable_images
+from swift_megatron_grpo.data.recordings import recording_placeholder
 from swift_megatron_grpo.generation.conversations.running import Conversations, NoRoom, current, has_room
 from swift_megatron_grpo.generation.protocol.messages import MISSING_IMAGES, Completion, InvalidRequest, packed_logprobs
 from swift_megatron_grpo.generation.protocol.model_identity import model_identity, position_identity, precision_identity
@@ -186,7 +187,7 @@ class MissingImages(InvalidRequest):
 
 
 class ImageStore:
-    """Images that a trainer has sent, by digest, each named by several requests: the last used, up to a size."""
+    """Media that a trainer has sent, by digest, each named by several requests: the last used, up to a size."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -253,7 +254,8 @@ class EngineCommands:
                 "max_num_seqs": config.scheduler_config.max_num_seqs,
                 "max_logprobs": model.max_logprobs,
                 "held_media": sorted(images.held_media(model)),
-                "images_per_prompt": images.images_per_prompt(model),
+                "images_per_prompt": images.most_per_prompt("image", model),
+                "recordings_per_prompt": images.most_per_prompt("audio", model),
                 "model": model_identity(values) | position_identity(values) | precision_identity(model.dtype),
             },
         }
@@ -269,11 +271,14 @@ class EngineCommands:
         sampling: dict[str, Any],
         tokens_of_all_turns: int | None = None,
         image_digests: Sequence[str] = (),
+        audio_digests: Sequence[str] = (),
         experts: bool = False,
     ) -> dict[str, Any]:
         """Generate a completion, or a conversation if this server has a scheduler."""
         if image_digests:
             request = {**request, "images": self._images.get(image_digests)}
+        if audio_digests:
+            request = {**request, "audios": self._images.get(audio_digests)}
         if self._conversations is None:
             work = self._single.complete(request, sampling)
         else:
@@ -281,7 +286,9 @@ class EngineCommands:
                 RolloutInferRequest(**request), RequestConfig(**sampling), tokens_of_all_turns
             )
         completion = await self._cancelled_by_new_weights(work)
-        if "images" in completion.infos and images.images_per_prompt(self._engine.engine.vllm_config.model_config):
+        if "images" in completion.infos and images.most_per_prompt(
+            "image", self._engine.engine.vllm_config.model_config
+        ):
             shown = await asyncio.to_thread(portable_images, completion.infos["images"])
             completion = replace(completion, infos={**completion.infos, "images": shown})
         return (completion if experts else replace(completion, routed_experts=None)).to_json()
@@ -314,11 +321,17 @@ class EngineCommands:
         await engine.reset_encoder_cache()
         return {}
 
-    async def score_text(self, tokens: list[int], image: str | None) -> dict[str, Any]:
+    async def score_text(
+        self, tokens: list[int], image: str | None = None, recording: str | None = None
+    ) -> dict[str, Any]:
         """Compute the text's log-probs on each data-parallel replica, because each has its own copy of the weights."""
-        if image is not None and tokens.count(image_placeholder(self._engine.template.processor)) != 1:
+        processor = self._engine.template.processor
+        if image is not None and tokens.count(image_placeholder(processor)) != 1:
             raise InvalidRequest("'tokens' must have one placeholder of the image")
-        text = ScoredText(tokens, None if image is None else base64.b64decode(image))
+        if recording is not None and tokens.count(recording_placeholder(processor)) != 1:
+            raise InvalidRequest("'tokens' must have one placeholder of the recording")
+        image_bytes, wav = (None if text is None else base64.b64decode(text) for text in (image, recording))
+        text = ScoredText(tokens, image_bytes, wav)
         replicas = self._engine.engine.vllm_config.parallel_config.data_parallel_size
         logprobs = await asyncio.gather(*(self._score(text, replica) for replica in range(replicas)))
         return {"replicas": [packed_logprobs(values) for values in logprobs]}

@@ -24,6 +24,7 @@ from swift.utils import get_logger
 
 from swift_megatron_grpo import __version__
 from swift_megatron_grpo.data.images import MAX_PIXELS, check_sent, digest_of
+from swift_megatron_grpo.data.recordings import check_heard
 from swift_megatron_grpo.generation.protocol import messages
 from swift_megatron_grpo.generation.server import gate, pipe, schema
 from swift_megatron_grpo.generation.server.arguments import GRPORolloutArguments
@@ -159,14 +160,14 @@ class RolloutRoutes:
 
     async def _complete(self, run: messages.RunIdentity | None, body: schema.GenerateRequest) -> dict[str, Any]:
         self._require_weights(run, body.weights_version)  # again: the event loop has served others in between
-        included = {"request", "sampling", "tokens_of_all_turns", "image_digests", "experts"}
+        included = {"request", "sampling", "tokens_of_all_turns", "image_digests", "audio_digests", "experts"}
         arguments = body.model_dump(include=included, exclude_unset=True)
         completion = await self._commands.call("generate", **arguments)
         self._health.record_token()
         return {**completion, "weights_version": body.weights_version}
 
     async def put_image(self, digest: str, client: Request, run: Run) -> dict[str, Any]:
-        """Keep an image, which requests may name by its digest until others need the room."""
+        """Keep an image or a recording, which requests may name by its digest until others need the room."""
         self._require_lease(run)
         content = await client.body()
         if not self._engine_settings["accepts_media"]:
@@ -174,7 +175,10 @@ class RolloutRoutes:
         if digest_of(content) != digest:
             raise HTTPException(messages.INVALID, "the body does not have the digest in the path")
         try:
-            check_sent(content, MAX_PIXELS)
+            if content[8:12] == b"WAVE":
+                check_heard(content)
+            else:
+                check_sent(content, MAX_PIXELS)
         except ValueError as error:
             raise HTTPException(messages.INVALID, f"the body {error}") from None
         return await self._commands.call("put_image", digest=digest, image=base64.b64encode(content).decode("ascii"))
@@ -183,7 +187,7 @@ class RolloutRoutes:
         """Return the log-probs of every token but the first, from each replica of the model."""
         body: schema.ScoreRequest = gate.checked_body(client.scope)
         self._require_weights(run, body.weights_version)
-        return await self._commands.call("score_text", tokens=body.tokens, image=body.image)
+        return await self._commands.call("score_text", **body.model_dump(exclude={"weights_version"}))
 
     async def held_weights(self, run: Run) -> dict[str, Any]:
         """Return what each worker has of the weights that it received last."""

@@ -29,6 +29,7 @@ from pydantic import (
 from pydantic_core import from_json
 
 from swift_megatron_grpo.data.images import MAX_PIXELS, TOOL_ROLES, check_sent
+from swift_megatron_grpo.data.recordings import check_heard
 from swift_megatron_grpo.generation.protocol.messages import MOST_IN_BATCH, Routes, description
 
 B = TypeVar("B", bound=BaseModel)
@@ -62,6 +63,7 @@ class ContentLimits:
     vocab_size: int
     accepts_media: bool  # the model has an image, video or audio part
     images: int  # of one prompt
+    recordings: int = 0  # of one prompt
 
 
 def prompt_characters(flag: int | None, max_model_len: int) -> int:
@@ -162,7 +164,7 @@ class StockPrompt(Strict):
     @field_validator("images", "audios", "videos")
     @classmethod
     def check_media(cls, media: list[str], info: ValidationInfo) -> list[str]:
-        return [_checked_media(medium, _limits(info), info.field_name == "images") for medium in media]
+        return [_checked_media(medium, _limits(info), str(info.field_name)) for medium in media]
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -186,6 +188,8 @@ class StockPrompt(Strict):
         media = [medium for message in self.messages for medium in message.media]
         if len(self.images) + sum(kind.startswith("image") for kind, _ in media) > limits.images:
             raise ValueError(_too_many_images(limits))
+        if len(self.audios) + sum(kind.startswith("audio") for kind, _ in media) > limits.recordings:
+            raise ValueError(_too_many_recordings(limits))
         contents = [[message.content, message.model_extra] for message in self.messages]
         texts = _texts([contents, self.tools, self.chat_template_kwargs])
         if sum(map(len, texts)) - sum(len(source) for _, source in media) > limits.prompt_characters:
@@ -217,6 +221,7 @@ class GenerateRequest(Strict):
     request: Prompt
     sampling: Sampling
     image_digests: Annotated[Items[Digest], Field(max_length=1024)] = []  # the prompt's images, which were sent before
+    audio_digests: Annotated[Items[Digest], Field(max_length=1024)] = []  # the same of its recordings
     experts: bool = False  # return the experts that the engine's routers choose
     weights_version: Version  # that the trainer expects
     tokens_of_all_turns: Annotated[int, Field(ge=1, lt=2**31)] | None = None  # limit of a conversation; None: none
@@ -228,6 +233,13 @@ class GenerateRequest(Strict):
             raise ValueError(_too_many_images(_limits(info)))
         return digests
 
+    @field_validator("audio_digests")
+    @classmethod
+    def check_number_of_recordings(cls, digests: list[str], info: ValidationInfo) -> list[str]:
+        if len(digests) > _limits(info).recordings:
+            raise ValueError(_too_many_recordings(_limits(info)))
+        return digests
+
 
 class GenerateBatch(Strict):
     requests: Annotated[Items[GenerateRequest], Field(min_length=1, max_length=MOST_IN_BATCH)]
@@ -236,13 +248,14 @@ class GenerateBatch(Strict):
 class ScoreRequest(Strict):
     tokens: Items[Int32]
     image: Annotated[str, Field(max_length=_PROBE_IMAGE)] | None = None  # a PNG as base64
+    recording: Annotated[str, Field(max_length=_PROBE_IMAGE)] | None = None  # a WAV as base64
     weights_version: Version
 
     @field_validator("image")
     @classmethod
     def check_image(cls, image: str | None, info: ValidationInfo) -> str | None:
         if image is not None:
-            _checked_media(image, _limits(info), is_image=False)
+            _checked_media(image, _limits(info), "a PNG")
             content = base64.b64decode(image)
             check_sent(content, _PROBE_PIXELS, formats=("PNG",))
             try:
@@ -250,6 +263,15 @@ class ScoreRequest(Strict):
             except Exception:  # whatever PIL raises for what the header has promised
                 raise ValueError("is a truncated or damaged image") from None
         return image
+
+    @field_validator("recording")
+    @classmethod
+    def check_recording(cls, recording: str | None, info: ValidationInfo) -> str | None:
+        if recording is not None:
+            if not _limits(info).recordings:
+                raise ValueError(_too_many_recordings(_limits(info)))
+            _checked_media(recording, _limits(info), "audio")
+        return recording
 
     @field_validator("tokens")
     @classmethod
@@ -365,7 +387,7 @@ def _check_part(part: Any, limits: ContentLimits) -> None:
     if not isinstance(kind, str) or not _MEDIA.fullmatch(kind):
         raise ValueError('each part of content must be {"type": "text", "text": ...}, or an image, a video or an audio')
     source = _source(part)
-    if source is not None and _checked_media(source, limits, kind.startswith("image")) != source:
+    if source is not None and _checked_media(source, limits, kind) != source:
         raise ValueError("media in content must be data URIs: data:image/png;base64,...")
     if not limits.accepts_media:
         raise ValueError("this server's model takes text only")
@@ -377,20 +399,26 @@ def _source(part: dict[str, Any]) -> Any:
     return source.get("url") if isinstance(source, dict) else source
 
 
-def _checked_media(medium: Any, limits: ContentLimits, is_image: bool) -> str:
+def _checked_media(medium: Any, limits: ContentLimits, kind: str) -> str:
     """Return bytes that the client has sent, as a data URI: nothing that ms-swift could take for a path or a URL."""
     if not limits.accepts_media:
         raise ValueError("this server's model takes text only")
     uri = medium if isinstance(medium, str) and medium.startswith("data:") else f"data:media/base64;base64,{medium}"
     if not isinstance(medium, str) or not _BASE64.fullmatch(uri) or len(uri.partition(",")[2]) % 4:
         raise ValueError("media must be sent as base64; paths and URLs are not opened")
-    if is_image:
+    if kind.startswith("image"):
         check_sent(base64.b64decode(uri.partition(",")[2]), MAX_PIXELS)
+    elif kind.startswith("audio"):
+        check_heard(base64.b64decode(uri.partition(",")[2]))
     return uri
 
 
 def _too_many_images(limits: ContentLimits) -> str:
     return f"more than {limits.images} images in a prompt; start the server with a larger --vllm_limit_mm_per_prompt"
+
+
+def _too_many_recordings(limits: ContentLimits) -> str:
+    return f"more than {limits.recordings} recordings in a prompt; start the server with a larger limit of audio"
 
 
 def _texts(value: Any) -> Iterable[str]:

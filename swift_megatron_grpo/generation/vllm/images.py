@@ -7,6 +7,7 @@ from swift.template import Template
 
 from swift_megatron_grpo.data.image_formats import placeholder_texts
 from swift_megatron_grpo.data.images import open_no_path_in_text
+from swift_megatron_grpo.data.recordings import RATE, tokens_of
 from swift_megatron_grpo.generation.protocol.model_identity import media_config
 
 
@@ -30,11 +31,9 @@ def _embeds_media(model_config: Any) -> bool:
     return bool(MULTIMODAL_REGISTRY.supports_multimodal_inputs(model_config))
 
 
-def images_per_prompt(model_config: Any) -> int:
-    """Return how many images a prompt may have; 0 if the engine takes none."""
-    if "image" not in held_media(model_config):
-        return 0
-    return int(model_config.multimodal_config.get_limit_per_prompt("image"))
+def most_per_prompt(kind: str, model_config: Any) -> int:
+    """Return how many media of a kind a prompt may have; 0 if the engine takes none."""
+    return int(model_config.multimodal_config.get_limit_per_prompt(kind)) if kind in held_media(model_config) else 0
 
 
 def placeholder_tokens(template: Template) -> frozenset[int]:
@@ -70,4 +69,12 @@ class EngineForImages(GRPOVllmEngine):
         images = inputs.get("images") or []
         resizes = (inputs.get("mm_processor_kwargs") or {}).get("do_resize", True)
         processor = self.template.processor
-        return tokens + sum(tokens_of_image(processor, image.width, image.height, resizes) - 1 for image in images)
+        tokens += sum(tokens_of_image(processor, image.width, image.height, resizes) - 1 for image in images)
+        for samples, rate in inputs.get("audios") or []:
+            if rate != RATE:
+                raise ValueError(
+                    f"ms-swift's template has resampled a recording to {rate} samples per second; unset the "
+                    f"environment variable SAMPLING_RATE, because trainer and engine must hear the same {RATE}"
+                )
+            tokens += tokens_of(len(samples)) - 1
+        return tokens

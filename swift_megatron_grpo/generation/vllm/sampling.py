@@ -15,6 +15,7 @@ from swift.infer_engine import GRPOVllmEngine, RequestConfig
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
+from swift_megatron_grpo.data.recordings import RATE, samples_of
 from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS, Completion
 from swift_megatron_grpo.types import ScoredText
 
@@ -65,10 +66,13 @@ def scoring_params() -> SamplingParams:
 def scoring_input(text: ScoredText) -> dict[str, Any]:
     """Return the prompt of a request for the log-probs of a text."""
     prompt: dict[str, Any] = {"prompt_token_ids": list(text.tokens)}
+    media: dict[str, Any] = {}
+    if text.recording is not None:
+        media["audio"] = [(samples_of(text.recording), RATE)]
     if text.image is not None:
         with Image.open(BytesIO(text.image), formats=["PNG"]) as image:
-            prompt |= {"multi_modal_data": {"image": image.convert("RGB")}, "mm_processor_kwargs": {"do_resize": False}}
-    return prompt
+            media["image"] = image.convert("RGB")
+    return prompt | ({"multi_modal_data": media, "mm_processor_kwargs": {"do_resize": False}} if media else {})
 
 
 def text_logprobs(output: Any) -> list[float]:

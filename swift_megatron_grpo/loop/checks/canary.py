@@ -1,16 +1,18 @@
-"""The fixed text, with an image if the run has images, whose log-probs trainer and engines compute after a sync."""
+"""The fixed text, with media if the run has some, whose log-probs trainer and engines compute after a sync."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
-from swift_megatron_grpo.data.image_reader import ImageReader
+from swift_megatron_grpo.data.image_reader import ImageReader, Medium
 from swift_megatron_grpo.data.images import image_bytes
+from swift_megatron_grpo.data.recordings import FRAME, wav_of
 from swift_megatron_grpo.runtime.parallel import Coordinator
 from swift_megatron_grpo.settings.config import CANARY_TOKENS
 from swift_megatron_grpo.training.engine import EngineSettings
@@ -32,13 +34,18 @@ def canary_image(width: int, height: int) -> bytes:
     return image_bytes(Image.frombytes("RGB", (width, height), noise))
 
 
+def canary_recording() -> bytes:
+    """Return 0.64 seconds of noise, which are 8 tokens, as engines are sent it."""
+    return wav_of(np.frombuffer(random.Random(0).randbytes(2 * 64 * FRAME), dtype="<i2"))
+
+
 @dataclass(frozen=True)
 class Canary:
     """The trainer's log-probs of the fixed text. Every rank calls `logprobs`."""
 
     text: ScoredText
     tokens: list[int]  # the text as the engine expands it
-    images: tuple[PlacedImage, ...]  # none or one; the log-probs of its tokens are not compared
+    images: tuple[PlacedImage, ...]  # and the recording; the log-probs of their tokens are not compared
     passes: Passes  # at temperature 1
     coordinator: Coordinator
 
@@ -66,25 +73,33 @@ class Canary:
 
 def build_canary(
     tokenizer: Any,  # of the template
-    image_reader: ImageReader | None,  # None: the run has no images
+    image_reader: ImageReader | None,  # None: the run has no images and no recordings
+    media: Set[str],  # image, audio: that the run has
     longest: int | None,  # sequence of the engine; None: unknown
     trained_models: Sequence[Any],
     coordinator: Coordinator,
 ) -> Canary:
-    """Return the canary of a run: CANARY_TOKENS of text, with images one image and what text fits behind it."""
+    """Return the canary of a run: CANARY_TOKENS of text, or an image, a recording, and what text fits behind them."""
     passes = Passes(trained_models, EngineSettings(temperature=1.0, micro_batch_size=1))
     text: list[int] = tokenizer.encode(CANARY_TEXT, add_special_tokens=False)[:CANARY_TOKENS]
     room = None if longest is None else longest - 1  # vLLM samples one more token
     if image_reader is None:
         text = text[:room]
         return Canary(ScoredText(text), text, (), passes, coordinator)
-    content = canary_image(*image_reader.format.small_size)
-    image = image_reader.exact(content)
-    shown = image_reader.placeholder_in_text(content)  # as a request has it
-    expanded = image_reader.expand(shown, [image])  # as the model reads it
+    image = canary_image(*image_reader.format.small_size) if "image" in media else None
+    recording = canary_recording() if "audio" in media else None
+    shown: list[int] = []  # as a request has it
+    read: list[Medium] = []
+    if image is not None:
+        shown += image_reader.placeholder_in_text(image)
+        read.append(image_reader.exact(image))
+    if recording is not None:
+        shown += image_reader.recording_in_text(recording)
+        read.append(image_reader.recording(recording))
+    expanded = image_reader.expand(shown, read)  # as the model reads it
     behind = max(CANARY_TOKENS - len(expanded), _LEAST_TEXT)
     if room is not None and room > len(expanded):  # a limit of less does not count the tokens of images
         behind = min(behind, room - len(expanded))
     text = text[:behind]
-    placed = image_reader.place("of the check of weights", [image], expanded)
-    return Canary(ScoredText([*shown, *text], content), [*expanded, *text], placed, passes, coordinator)
+    placed = image_reader.place("of the check of weights", read, expanded)
+    return Canary(ScoredText([*shown, *text], image, recording), [*expanded, *text], placed, passes, coordinator)

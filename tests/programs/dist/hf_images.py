@@ -11,11 +11,12 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from hf_gradients import BETA, EPSILON_HIGH, EPSILON_LOW, TEMPERATURE, use_exact_delta_rule
 from image_runs import image_rows
 from PIL import Image
-from transformers import AutoImageProcessor
+from transformers import AutoFeatureExtractor, AutoImageProcessor
 
 from tests.support.plain_models import load_plain
 
@@ -32,12 +33,18 @@ def main(folder: str, samples: str, seed: str, out: str) -> None:
 def run(folder: str, samples: str, seed: int, dtype: torch.dtype) -> dict[str, Any]:
     model = load_plain(folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager")
     processor = AutoImageProcessor.from_pretrained(folder)
-    rows = image_rows(seed, side_of_token(processor))
+    rows = image_rows(seed, side_of_token(processor), hears=hasattr(model, "thinker"))
     total, logprobs = torch.zeros((), dtype=dtype), []
     data = torch.load(samples)
     for number, sample in enumerate(data):
         files = [Image.open(BytesIO(image["bytes"])) for image in rows[number // 2]["images"]]
-        log_p = (logits(model, processor, sample, files) / TEMPERATURE).log_softmax(-1)
+        if hasattr(model, "thinker"):
+            extractor = AutoFeatureExtractor.from_pretrained(folder)
+            played = [extracted(extractor, file) for file in rows[number // 2]["audios"]]
+            raw = logits_of_thinker(model.thinker, processor, sample, files, played)
+        else:
+            raw = logits(model, processor, sample, files)
+        log_p = (raw / TEMPERATURE).log_softmax(-1)
         tokens = [i for i, trained in enumerate(sample["completion_mask"]) if trained]
         now = torch.stack([log_p[i - 1, sample["tokens"][i]] for i in tokens])
         logprobs.append(now.tolist())
@@ -59,8 +66,6 @@ def side_of_token(processor: Any) -> int:
 
 def logits(model, processor, sample, files):  # type: ignore[no-untyped-def]
     """Embed the images where the sample has them, and other tokens, sampled placeholders as well, as words."""
-    if hasattr(model, "thinker"):
-        return logits_of_thinker(model.thinker, processor, sample, files)
     tokens = torch.tensor([sample["tokens"]])
     embeds = model.get_input_embeddings()(tokens)
     types = torch.zeros_like(tokens)
@@ -88,8 +93,16 @@ def logits(model, processor, sample, files):  # type: ignore[no-untyped-def]
     return model.lm_head(output.last_hidden_state)[0]
 
 
-def logits_of_thinker(model, processor, sample, files):  # type: ignore[no-untyped-def]
-    """Return the same for a Qwen-Omni, which finds images by their tokens: sampled ones are hidden from it."""
+def extracted(extractor, file):  # type: ignore[no-untyped-def]
+    """Return the features [1, bins, frames] of a WAV of 16 bits, and how many there are."""
+    samples = np.frombuffer(file[44:], dtype=np.int16) / 2**15
+    found = extractor(samples, sampling_rate=16_000, return_attention_mask=True, padding="longest", truncation=False,
+                      return_tensors="pt")  # fmt: skip
+    return found["input_features"], found["attention_mask"]
+
+
+def logits_of_thinker(model, processor, sample, files, played):  # type: ignore[no-untyped-def]
+    """Return the same for a Qwen-Omni, which finds media by their tokens: sampled ones are hidden from it."""
     tokens = torch.tensor([sample["tokens"]])
     embeds = model.get_input_embeddings()(tokens)
     shown = torch.zeros_like(tokens, dtype=torch.bool)
@@ -102,12 +115,21 @@ def logits_of_thinker(model, processor, sample, files):  # type: ignore[no-untyp
         seen = model.visual(inputs["pixel_values"].to(model.dtype), grid_thw=grids)
         embeds = embeds.masked_scatter(shown[..., None].expand_as(embeds), seen.pooler_output)
         deep = {"visual_pos_masks": shown, "deepstack_visual_embeds": seen.deepstack_features}
+    lengths = None
+    heard = torch.zeros_like(shown)
+    if played:
+        for start, length in zip(sample["heard_starts"], sample["heard_lengths"], strict=True):
+            heard[0, start : start + length] = True
+        rows = [model.get_audio_features(features.to(model.dtype), mask).last_hidden_state for features, mask in played]
+        embeds = embeds.masked_scatter(heard[..., None].expand_as(embeds), torch.cat(rows))
+        lengths = torch.tensor([int(mask.sum()) for _, mask in played])
     config = model.config
     placeholders = torch.isin(
         tokens, torch.tensor([config.image_token_id, config.video_token_id, config.audio_token_id])
     )
-    named = torch.where(placeholders & ~shown, 0, tokens)
-    positions, _ = model.get_rope_index(named, image_grid_thw=grids, attention_mask=torch.ones_like(tokens))
+    named = torch.where(placeholders & ~shown & ~heard, 0, tokens)
+    every = torch.ones_like(tokens)
+    positions, _ = model.get_rope_index(named, image_grid_thw=grids, attention_mask=every, audio_seqlens=lengths)
     output = model.model(inputs_embeds=embeds, position_ids=positions, use_cache=False, **deep)
     return model.lm_head(output.last_hidden_state)[0]
 

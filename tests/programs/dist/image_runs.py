@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import random
+import wave
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from swift_megatron_grpo.cli.check_layouts.layouts import Variant
 
 COLUMNS = ["tokens", "completion_mask", "advantage", "old_logprobs", "ref_logprobs"]
 NUMBER_OF_IMAGES = (0, 1, 2, 1)  # of each prompt
+SECONDS = ((1.3,), (), (0.4, 2.15), (1.0,))  # of its recordings, for a model that hears
 
 
 def noise(width: int, height: int, seed: int) -> bytes:
@@ -27,7 +29,19 @@ def noise(width: int, height: int, seed: int) -> bytes:
     return file.getvalue()
 
 
-def image_rows(seed: int, side: int) -> list[dict[str, Any]]:
+def recording(seconds: float, seed: int) -> bytes:
+    """Return the WAV of noise, of 16 bits at 16 kHz, as engines are sent it."""
+    samples = np.random.default_rng(seed).integers(-(2**15), 2**15, round(seconds * 100) * 160, dtype=np.int16)
+    file = BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setnchannels(1)
+        writer.setsampwidth(2)
+        writer.setframerate(16_000)
+        writer.writeframes(samples.tobytes())
+    return file.getvalue()
+
+
+def image_rows(seed: int, side: int, hears: bool) -> list[dict[str, Any]]:
     """Return a row for each prompt. `side`: of the square of pixels that is one token, so that nothing is resized."""
     rng = random.Random(seed)
     rows = []
@@ -35,10 +49,13 @@ def image_rows(seed: int, side: int) -> list[dict[str, Any]]:
         sizes = [(rng.randint(2, 4) * side, rng.randint(2, 3) * side) for _ in range(images)]
         files = [noise(*size, seed=100 * seed + 10 * number + i) for i, size in enumerate(sizes)]
         text = "<image>" + "and <image>" * (images - 1) if images else "no image"
+        played = SECONDS[number] if hears else ()
+        text += "".join(f", <audio> {i}" for i in range(len(played)))
         rows.append(
             {
                 "messages": [{"role": "user", "content": f"{text}: what is it?"}],
                 "images": [{"bytes": file, "path": None} for file in files],
+                "audios": [recording(seconds, seed=100 * seed + 10 * number + i) for i, seconds in enumerate(played)],
             }
         )
     return rows
@@ -53,7 +70,7 @@ def image_samples(template: Any, seed: int, policies_given: bool) -> list[Any]:
     reader, rng = ImageReader(template), random.Random(seed)
     placeholders = sorted(placeholder_tokens(template))
     samples = []
-    for number, row in enumerate(image_rows(seed, reader.format.small_size[1] // 2)):
+    for number, row in enumerate(image_rows(seed, reader.format.small_size[1] // 2, reader.recordings is not None)):
         images = reader.images(row)
         prompt = reader.expand(reader.encode_prompt(row), images)
         for _ in range(2):
@@ -109,11 +126,14 @@ def run_layout(name: str, flags: list[str], batches: list[str], folder: str) -> 
 
 
 def _images_of(sample: Any) -> dict[str, Any]:
-    """Return the patches, bytes as they are, where they belong, and their grids."""
+    """Return where images and recordings are, and their tokens."""
+    heard = [placed for placed in sample.images if not hasattr(placed.image, "grid")]
+    seen = [placed for placed in sample.images if placed not in heard]
     return {
-        "starts": [placed.start for placed in sample.images],
-        "lengths": [placed.image.num_tokens for placed in sample.images],
-        "grids": [placed.image.grid for placed in sample.images],
+        "starts": [placed.start for placed in seen],
+        "lengths": [placed.image.num_tokens for placed in seen],
+        "heard_starts": [placed.start for placed in heard],
+        "heard_lengths": [placed.image.num_tokens for placed in heard],
     }
 
 

@@ -230,6 +230,11 @@ def image_of_zeros(loop: GRPOLoop) -> AbstractContextManager[None]:
     )
 
 
+def recording_of_zeros(loop: GRPOLoop) -> AbstractContextManager[None]:
+    rows_of = VisionTowerGuard._rows_of_recordings
+    return replaced(VisionTowerGuard, "_rows_of_recordings", lambda self, shown: torch.zeros_like(rows_of(self, shown)))
+
+
 def vision_tower_adapters_left_out(loop: GRPOLoop) -> AbstractContextManager[None]:
     merge = export._merged
 
@@ -262,6 +267,7 @@ SCENARIOS: dict[str, dict[int, list[Fault]]] = {
     "delta net": {0: [delta_net_tensor_not_sent], 1: [delta_net_tensor_lost_in_transfer]},
     "towers": {2: [vision_tower_not_sent, vision_tower_adapters_left_out, vision_tower_adapters_merged_as_zeros]},
     "image": {1: [image_of_zeros]},
+    "recording": {1: [recording_of_zeros]},
     "adapter": {19: [adapter_bound_to_nothing, adapter_merged_as_zeros, one_adapter_of_a_layer_left_out]},
 }
 LAST: dict[str, tuple[int, list[Fault]]] = {"experts": (7, [experts_swapped_for_one_engine])}

@@ -77,6 +77,7 @@ def test_text_of_a_supported_type_is_trained_with_frozen_towers(model_type: str)
 def test_rows_with_images_are_those_of_types_compared_on_them(model_type: str) -> None:
     args: Any = SimpleNamespace(is_multimodal=True, model_config={"model_type": model_type})
     assert vars(DerivedArguments)["takes_images"].fget(args) == (model_type != "qwen2_5_omni")
+    assert vars(DerivedArguments)["takes_recordings"].fget(args) == (model_type == "qwen3_omni_moe")
 
 
 @pytest.mark.parametrize(

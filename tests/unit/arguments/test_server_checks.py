@@ -95,6 +95,7 @@ def status(**changes: Any) -> ServerStatus:
         "max_model_len": 300, "max_num_seqs": 8, "max_logprobs": 20, "enable_lora": False, "max_lora_rank": 16,
         "held_media": (),
         "images_per_prompt": 0,
+        "recordings_per_prompt": 0,
         "quantization": "none",
         "returns_experts": False,
         "conversations": None,

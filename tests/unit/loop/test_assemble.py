@@ -210,6 +210,6 @@ def test_the_canary_leaves_the_engine_room_for_one_token(
     monkeypatch.setattr(canary, "Passes", lambda models, settings: settings)  # reads the models
     tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: list(map(ord, text)))
     ranks: Any = OneRank()
-    built = build_canary(tokenizer, None, longest, trained_models=[], coordinator=ranks)
+    built = build_canary(tokenizer, None, frozenset(), longest, trained_models=[], coordinator=ranks)
     assert built.text.tokens == built.tokens == list(map(ord, canary.CANARY_TEXT[:tokens]))
     assert built.passes.temperature == 1.0  # type: ignore[attr-defined]

@@ -19,7 +19,10 @@ PARTS: dict[str, Any] = {"tuner_type": "full", "freeze_vit": False, "freeze_alig
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"language_model_only": True}, "--language_model_only true builds no image part.*use --language_model_only f"),
+        (
+            {"language_model_only": True},
+            "--language_model_only true builds no image or audio part.*use --language_model_only f",
+        ),
         ({"images": 0}, "--freeze_vit false: no row of the dataset has images.*use --freeze_vit true"),
         ({"images": 0, "freeze_vit": True}, "--freeze_aligner false: no row"),
         ({"freeze_vit": True, "vit_lr": 1e-5}, "--vit_lr 1e-05: the part .* use --freeze_vit false, or leave --vit_lr"),
@@ -38,6 +41,18 @@ def test_a_limit_below_the_images_of_a_row_is_refused() -> None:
         assert faults(Engine, rows=DataShape(3), vllm_limit_mm_per_prompt=limits) == ""
     message = faults(Engine, rows=DataShape(3), vllm_limit_mm_per_prompt={"image": 2})
     assert re.search(r"allows 2 images, .* has 3; use .*'\{\"image\": 3, \"video\": 0\}'", message)
+
+
+def test_recordings_fit_the_limit_and_have_one_turn() -> None:
+    rows = DataShape(0, recordings=2)
+    for limits in (None, {"image": 0}, {"audio": 2}):
+        assert faults(Engine, rows=rows, vllm_limit_mm_per_prompt=limits) == ""
+    message = faults(Engine, rows=rows, vllm_limit_mm_per_prompt={"audio": 1})
+    assert re.search(r"allows 1 recordings, .* has 2; use .*'\{\"image\": 0, \"video\": 0, \"audio\": 2\}'", message)
+    assert faults(Images, rows=rows) == ""
+    assert "--multi_turn_scheduler gym: rows" in faults(Images, rows=rows, multi_turn_scheduler="gym")
+    message = faults(Images, rows=rows, language_model_only=True)
+    assert "rows of the dataset have recordings" in message and "remove the column audios" in message
 
 
 def of_vision(vision: dict[str, Any], layout: Layout, **typed: Any) -> str:

@@ -13,7 +13,11 @@ from tests.forking.client import free_port, run_script
 from tests.paths import REPOSITORY
 
 KEY = "a secret key"
-ENGINE = {"status": {"max_model_len": 2**17, "images_per_prompt": 0}, "vocab_size": 300, "accepts_media": False}
+ENGINE = {
+    "status": {"max_model_len": 2**17, "images_per_prompt": 0, "recordings_per_prompt": 0},
+    "vocab_size": 300,
+    "accepts_media": False,
+}
 
 
 @pytest.fixture(scope="module")

@@ -41,3 +41,9 @@ def test_a_refusal_by_vllm_is_the_clients_fault() -> None:
 def test_a_text_to_score_has_one_place_for_its_image(tokens: list[int]) -> None:
     with pytest.raises(InvalidRequest, match="'tokens' must have one placeholder of the image"):
         run(lambda commands: commands.commands["score_text"](tokens=tokens, image="iVBORw0KGgo="))
+
+
+@pytest.mark.parametrize("tokens", [[1, 2], [8, 1, 8]])
+def test_a_text_to_score_has_one_place_for_its_recording(tokens: list[int]) -> None:
+    with pytest.raises(InvalidRequest, match="'tokens' must have one placeholder of the recording"):
+        run(lambda commands: commands.commands["score_text"](tokens=tokens, recording="UklGRg=="))

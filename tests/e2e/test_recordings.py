@@ -1,0 +1,152 @@
+"""Rows with audio, alone and with images, on Qwen3-Omni: generated, verified, trained, saved, dumped and replayed."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from safetensors.torch import load_file
+
+from scripts.make_image_dataset import make_rows
+from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
+from tests.e2e.test_server_attacks import respond
+from tests.paths import REPOSITORY
+from tests.support.runs import PLUGINS, PROBE, Finished, hf_difference, make_model, megatron_rlhf
+from tests.support.servers import KEY, RolloutServer
+from tests.unit.data.test_recordings import HOSTILE
+
+pytestmark = pytest.mark.e2e
+COLOURS = ["--external_plugins", str(REPOSITORY / "templates" / "plugins" / "colours.py")]
+FLAGS = ["--micro_batch_size", "2", "--global_batch_size", "8", "--reward_funcs", "colours", "--torch_dtype", "float32",
+         "--fp16", "false", "--seed_completions", "true", "--max_completion_length", "16", "--sync_check",
+         "full"]  # fmt: skip
+FILES = [
+    ("wav", 44_100, 2, 1.37),
+    ("flac", 8_000, 1, 0.5),
+    ("wav", 16_000, 1, 2.153),
+]  # format, rate, channels, seconds
+
+
+def write_noise(file: Path, rate: int, channels: int, seconds: float, seed: int) -> Path:
+    soundfile.write(file, np.random.default_rng(seed).uniform(-0.5, 0.5, (round(rate * seconds), channels)), rate)
+    return file
+
+
+def make_dataset(folder: Path, images: list[int], recordings: list[int]) -> Path:
+    folder.mkdir()
+    rows = make_rows(folder, 16, images, seed=0)
+    for number, row in enumerate(rows):
+        chosen = [FILES[(number + i) % len(FILES)] for i in range(recordings[number % len(recordings)])]
+        files = [
+            write_noise(folder / f"{number}-{i}.{kind}", *sizes, seed=10 * number + i)
+            for i, (kind, *sizes) in enumerate(chosen)
+        ]
+        row["audios"] = [str(file) for file in files]
+        row["messages"][0]["content"] = "<audio>" * len(files) + row["messages"][0]["content"]
+    path = folder / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def omni(folder: Path) -> Path:
+    return make_model(folder / "qwen3_omni", "qwen3_omni_moe")
+
+
+def check(run: Finished, model: Path, parts: tuple[str, ...]) -> None:
+    """Check that vLLM has the language model and these parts, and that the first alone was trained."""
+    assert run.code == 0, run.output[-4000:]
+    before, after = load_file(model / "model.safetensors"), load_file(run.folder / "checkpoint-2" / "model.safetensors")
+    trained = {name for name in before if name.startswith(("thinker.model.", "thinker.lm_head."))}
+    held = [name for name in before if name in trained or name.startswith(parts)]
+    assert f"vLLM holds all {len(held)} tensors bit for bit" in run.output
+    assert len(run.log) == 2 and all(abs(step["rollout/k3_kl"]) < 1e-6 for step in run.log)
+    assert all(step["sync_check/max_diff"] < 1e-5 for step in run.log)
+    assert set(before) == set(after)
+    changed = {name for name in before if not torch.equal(before[name].float(), after[name].float())}
+    assert changed and changed <= trained
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["audio", "mixed"])
+def test_recordings_are_heard_alike_and_a_lost_one_is_detected(folder: Path, omni: Path, mixed: bool) -> None:
+    """Of several rates, channels and formats, none to two in a row, alone or between images."""
+    dataset = make_dataset(folder / f"rows-{mixed}", [1, 0, 2] if mixed else [0], [2, 1, 0, 1])
+    plugins = [*COLOURS, str(PLUGINS / "sync_faults.py"), str(PROBE), "--callbacks", "probe"]
+    run = megatron_rlhf(
+        omni, dataset, folder / f"run-{mixed}", 1, [*FLAGS, *plugins],
+        {"FAULTS": "recording"}, rewards=False,
+    )  # fmt: skip
+    parts = ("thinker.audio_tower.", "thinker.visual.") if mixed else ("thinker.audio_tower.",)
+    check(run, omni, parts)
+    media = "an image and a recording" if mixed else "a recording"
+    assert f"tokens with {media} differ from the trainer's by" in run.output
+    reports = json.loads((run.folder / "faults.0.json").read_text())
+    assert reports["recording_of_zeros, step 1"].startswith("EngineHasOtherWeights, generated 0 times")
+    assert hf_difference(run.last_checkpoint)["max"] < 1e-5
+
+
+def test_a_replay_trains_the_same_and_other_recordings_are_refused(folder: Path, omni: Path) -> None:
+    dataset, dump = make_dataset(folder / "dumped", [1, 0], [1, 2]), folder / "dump"
+    flags = [*FLAGS, *COLOURS, "--tuner_type", "lora"]
+    run = megatron_rlhf(omni, dataset, folder / "run", 1, [*flags, "--rollout_dump", str(dump)], rewards=False)
+    assert run.code == 0, run.output[-4000:]
+    replay = [*flags, "--rollout_replay", str(dump)]
+    replayed = megatron_rlhf(omni, dataset, folder / "replayed", 1, replay, rewards=False)
+    assert replayed.code == 0, replayed.output[-4000:]
+    assert [(s["loss"], s["grad_norm"]) for s in replayed.log] == [(s["loss"], s["grad_norm"]) for s in run.log]
+    for file in dataset.parent.glob("*-0.wav"):
+        write_noise(file, 16_000, 1, 0.7, seed=1)
+    other = megatron_rlhf(omni, dataset, folder / "refused", 1, replay, rewards=False)
+    assert other.code != 0 and "was completed with other images or recordings than" in other.output
+
+
+def attack(server: RolloutServer) -> None:
+    """Send hostile recordings, by each way that reaches ms-swift's template, and see that the server refuses them."""
+    for content in HOSTILE.values():
+        sent = base64.b64encode(content).decode()
+        part = {"type": "audio", "audio": f"data:audio/wav;base64,{sent}"}
+        for request in (
+            {"messages": [{"role": "user", "content": "?"}], "audios": [sent]},
+            {"messages": [{"role": "user", "content": [part]}]},
+            {"messages": [{"role": "user", "content": "?"}], "audios": [content.decode("latin1")[:1000]]},
+        ):
+            body = {"infer_requests": [request], "request_config": {"max_tokens": 2}}
+            status, text = respond(server, "POST", "/infer/", body)
+            assert status == 422 and "passwd" not in text, text
+    assert respond(server, "GET", "/health")[0] == 200
+
+
+def test_servers_hear_the_same_although_one_is_killed(folder: Path, omni: Path) -> None:
+    """Recordings are sent as the trainer hears them: no path reaches a server."""
+    dataset = make_dataset(folder / "served", [1, 0], [1, 2, 0])
+    limits = ["--vllm_limit_mm_per_prompt", '{"image": 1, "video": 0, "audio": 2}', "--max_length", "128"]
+    servers = [RolloutServer(omni, folder / f"server{i}.txt", limits).start() for i in range(2)]
+    killed: list[str] = []
+    attack(servers[1].wait())
+
+    def kill(line: str) -> None:
+        if "may generate with weights 1" in line and not killed:
+            killed.append(line)
+            servers[0].kill()
+
+    try:
+        flags = [*FLAGS, *COLOURS, "--vllm_mode", "server", "--vllm_server_base_url"]
+        flags += [server.wait().url for server in servers]
+        run = megatron_rlhf(
+            omni, dataset, folder / "remote", 1, flags, {API_KEY_VARIABLE: KEY}, on_line=kill, rewards=False
+        )
+    finally:
+        for server in servers:
+            server.stop()
+    assert killed and "is lost: " in run.output
+    check(run, omni, ("thinker.audio_tower.", "thinker.visual."))
+    local = megatron_rlhf(omni, dataset, folder / "local", 1, [*FLAGS, *COLOURS], rewards=False)
+    assert local.code == 0, local.output[-4000:]
+    for values, expected in zip(run.log, local.log, strict=True):
+        for name in ("loss", "grad_norm", "reward", "completions/mean_length"):
+            assert values[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6)
