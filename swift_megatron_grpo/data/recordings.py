@@ -120,10 +120,10 @@ def check_heard(content: bytes) -> None:
     least, most = (int(RATE * seconds) for seconds in SECONDS)
     if not least <= samples <= most or rest or samples % FRAME:
         raise ValueError(
-            f"a recording must have {SECONDS[0]} to {SECONDS[1]} seconds, in whole frames of {FRAME} samples of 16 bits"
+            f"must be a recording of {SECONDS[0]} to {SECONDS[1]} s, in whole frames of {FRAME} samples of 16 bits"
         )
     if content[:_HEADER] != wav_of(np.zeros(samples, dtype="<i2"))[:_HEADER]:
-        raise ValueError(f"a recording must be a WAV file of one channel, {RATE} samples per second and 16 bits")
+        raise ValueError(f"must be a recording in a WAV file of one channel, {RATE} samples per second and 16 bits")
 
 
 def samples_of(heard: bytes) -> np.ndarray:

@@ -101,8 +101,9 @@ class Teacher(Flags):
 
     @rule
     def a_server_reads_text(self, rows: DataShape) -> Faults:
-        if self.teacher_model_server is not None and rows.images > 0:
-            yield "--teacher_model_server scores token ids, and the rows have images; use --teacher_model"
+        media = "images" if rows.images else "audio" if rows.recordings else None
+        if self.teacher_model_server is not None and media is not None:
+            yield f"--teacher_model_server scores token ids, and the rows have {media}; use --teacher_model"
 
     @rule
     def what_needs_rewards_has_them(self) -> Faults:

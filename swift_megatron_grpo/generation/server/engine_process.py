@@ -276,9 +276,9 @@ class EngineCommands:
     ) -> dict[str, Any]:
         """Generate a completion, or a conversation if this server has a scheduler."""
         if image_digests:
-            request = {**request, "images": self._images.get(image_digests)}
+            request = {**request, "images": self._images.get([f"image {digest}" for digest in image_digests])}
         if audio_digests:
-            request = {**request, "audios": self._images.get(audio_digests)}
+            request = {**request, "audios": self._images.get([f"audio {digest}" for digest in audio_digests])}
         if self._conversations is None:
             work = self._single.complete(request, sampling)
         else:
@@ -293,8 +293,8 @@ class EngineCommands:
             completion = replace(completion, infos={**completion.infos, "images": shown})
         return (completion if experts else replace(completion, routed_experts=None)).to_json()
 
-    async def put_image(self, digest: str, image: str) -> dict[str, Any]:
-        self._images.put(digest, image)
+    async def put_image(self, kind: str, digest: str, image: str) -> dict[str, Any]:
+        self._images.put(f"{kind} {digest}", image)  # a request must not name an image as a recording
         return {}
 
     async def _cancelled_by_new_weights(self, work: Coroutine[Any, Any, T]) -> T:

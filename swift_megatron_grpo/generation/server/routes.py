@@ -174,14 +174,16 @@ class RolloutRoutes:
             raise HTTPException(messages.INVALID, "this server's model takes text only")
         if digest_of(content) != digest:
             raise HTTPException(messages.INVALID, "the body does not have the digest in the path")
+        kind = "audio" if content[8:12] == b"WAVE" else "image"
         try:
-            if content[8:12] == b"WAVE":
+            if kind == "audio":
                 check_heard(content)
             else:
                 check_sent(content, MAX_PIXELS)
         except ValueError as error:
             raise HTTPException(messages.INVALID, f"the body {error}") from None
-        return await self._commands.call("put_image", digest=digest, image=base64.b64encode(content).decode("ascii"))
+        encoded = base64.b64encode(content).decode("ascii")
+        return await self._commands.call("put_image", kind=kind, digest=digest, image=encoded)
 
     async def score_text(self, client: Request, run: Run) -> dict[str, Any]:
         """Return the log-probs of every token but the first, from each replica of the model."""

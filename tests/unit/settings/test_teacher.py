@@ -89,3 +89,4 @@ def test_a_teachers_server_is_accepted_on_rows_of_text() -> None:
     assert of(Teacher, **SERVED).url == "http://h:8000" and not of(Teacher, **SERVED).is_copy
     assert faults(Teacher, **SERVED) == faults(Teacher, rows=DataShape(0, False), **SERVED) == ""
     assert "the rows have images" in faults(Teacher, rows=DataShape(1, True), **SERVED)
+    assert "the rows have audio" in faults(Teacher, rows=DataShape(0, True, recordings=1), **SERVED)

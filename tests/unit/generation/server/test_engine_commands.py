@@ -11,7 +11,7 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 
 from swift_megatron_grpo.generation.protocol.messages import InvalidRequest
-from swift_megatron_grpo.generation.server.engine_process import EngineCommands
+from swift_megatron_grpo.generation.server.engine_process import EngineCommands, MissingImages
 
 
 def run(call: Callable[[EngineCommands], Awaitable[Any]]) -> None:
@@ -47,3 +47,15 @@ def test_a_text_to_score_has_one_place_for_its_image(tokens: list[int]) -> None:
 def test_a_text_to_score_has_one_place_for_its_recording(tokens: list[int]) -> None:
     with pytest.raises(InvalidRequest, match="'tokens' must have one placeholder of the recording"):
         run(lambda commands: commands.commands["score_text"](tokens=tokens, recording="UklGRg=="))
+
+
+@pytest.mark.parametrize(("kind", "named"), [("image", "audio_digests"), ("audio", "image_digests")])
+def test_a_request_cannot_name_an_image_as_a_recording(kind: str, named: str) -> None:
+    """The decoder of the one would read the other."""
+
+    async def confuse(commands: EngineCommands) -> None:
+        await commands.commands["put_image"](kind=kind, digest="a" * 40, image="UklGRg==")
+        await commands.commands["generate"](request={}, sampling={}, **{named: ["a" * 40]})
+
+    with pytest.raises(MissingImages):
+        run(confuse)

@@ -16,6 +16,7 @@ from fastapi import HTTPException
 from starlette.requests import Request
 from swift.utils import get_logger
 
+from swift_megatron_grpo.data.images import digest_of
 from swift_megatron_grpo.generation.protocol.messages import CONFLICT, NO_WEIGHTS, RUN_IDLE_SECONDS, RunIdentity
 from swift_megatron_grpo.generation.server.gate import _BODY
 from swift_megatron_grpo.generation.server.health import EngineHealth
@@ -27,6 +28,7 @@ from swift_megatron_grpo.generation.server.schema import (
     ReceiveRequest,
     parse,
 )
+from tests.unit.data.test_recordings import HEARD, HOSTILE
 
 LIMITS = ContentLimits(8, 8, 1000, 64, 100, accepts_media=False, images=0)
 RUN = RunIdentity("run", "secret")
@@ -175,3 +177,27 @@ def test_the_name_of_a_run_neither_releases_its_lease_nor_prolongs_it() -> None:
     assert not lease.touch(impostor, 100.0 + RUN_IDLE_SECONDS - 1)
     assert lease.holder(100.0 + RUN_IDLE_SECONDS) is None
     assert lease.touch(impostor, 101.0 + RUN_IDLE_SECONDS) and not lease.is_held_by(A)  # as any other run
+
+
+def upload(content: bytes, engine: Engine) -> None:
+    """Put the content under its digest on a server whose model takes media."""
+    server = served(engine)
+    server._engine_settings = {"accepts_media": True}
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": content, "more_body": False}
+
+    asyncio.run(server.put_image(digest_of(content), Request({"type": "http"}, receive), RUN))
+
+
+def test_a_recording_is_kept_as_a_trainer_sends_it() -> None:
+    upload(HEARD, engine := Engine())
+    assert engine.commands == ["put_image"]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_any_other_audio_is_refused_when_it_is_sent(name: str) -> None:
+    engine = Engine()
+    with pytest.raises(HTTPException, match="the body must be a") as refused:
+        upload(HOSTILE[name], engine)
+    assert refused.value.status_code == 422 and engine.commands == []
