@@ -109,7 +109,7 @@ READ_WITH: tuple[tuple[str, Callable[[Mapping[str, Any]], bool], str], ...] = (
         "teacher_model_type offload_teacher_model",
     ),
     (
-        "a teacher",
+        "--teacher_model",
         lambda run: any(run[f] for f in ("teacher_model", "teacher_model_server", "_teacher_use_disable_adapter")),
         "teacher_kl_coef",
     ),

@@ -14,6 +14,7 @@ stages.py           the stages of a run as one dataclass
 assemble.py         builds the stages from the configuration and the loaded models
 trace.py            phases of all ranks and requests of servers on one time line (--trace_steps)
 completion_log.py   writes completions to completions.jsonl, wandb and swanlab
+served_teacher.py   the log-probs of a teacher behind a server, on all ranks
 
 Tests: tests/unit/loop; tests/e2e/test_sync_check.py for the weight sync.
 """
