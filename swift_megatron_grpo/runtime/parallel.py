@@ -78,7 +78,7 @@ class Coordinator:
         for rank in alone:
             parts[rank] = mine if rank == self.rank else torch.empty(lengths[rank], dtype=torch.uint8)
             dist.broadcast(parts[rank], src=rank, group=self._group)
-        return [pickle.loads(memoryview(part.numpy())[:length]) for part, length in zip(parts, lengths, strict=True)]
+        return [pickle.loads(part.numpy().data[:length]) for part, length in zip(parts, lengths, strict=True)]
 
     def max(self, value: int) -> int:
         """Return the largest value of all ranks. Cheaper than `all_gather`: one reduction of one number."""
