@@ -190,6 +190,8 @@ class StockPrompt(Strict):
             raise ValueError(_too_many_images(limits))
         if len(self.audios) + sum(kind.startswith("audio") for kind, _ in media) > limits.recordings:
             raise ValueError(_too_many_recordings(limits))
+        if self.videos or any(kind.startswith("video") for kind, _ in media):  # nothing limits what a decoder would do
+            raise ValueError("this server takes no videos; send their frames as images")
         contents = [[message.content, message.model_extra] for message in self.messages]
         texts = _texts([contents, self.tools, self.chat_template_kwargs])
         if sum(map(len, texts)) - sum(len(source) for _, source in media) > limits.prompt_characters:
