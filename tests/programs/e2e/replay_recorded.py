@@ -29,6 +29,7 @@ class RecordedCompletions:
     share = Share(index=0, of=1, reports=True)
     memory_to_wake = 0
     is_new = False
+    held_media = frozenset[str]()
 
     def __init__(self, *_: Any) -> None:
         self.weights_version = -1
