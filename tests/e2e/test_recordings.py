@@ -74,7 +74,7 @@ def check(run: Finished, model: Path, parts: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["audio", "mixed"])
 def test_recordings_are_heard_alike_and_a_lost_one_is_detected(folder: Path, omni: Path, mixed: bool) -> None:
-    """Of several rates, channels and formats, none to two in a row, alone or between images."""
+    """They have several rates, channels and formats; a row has none to two of them, alone or between images."""
     dataset = make_dataset(folder / f"rows-{mixed}", [1, 0, 2] if mixed else [0], [2, 1, 0, 1])
     plugins = [*COLOURS, str(PLUGINS / "sync_faults.py"), str(PROBE), "--callbacks", "probe"]
     run = megatron_rlhf(

@@ -1,4 +1,4 @@
-"""When a weight sync compares checksums and scores log-probs, and that a fault is caught in the sync that has it."""
+"""A weight sync compares checksums and sometimes scores log-probs, and catches a fault in the sync that has it."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class Run:
         return [index for index in range(number) if self.step()]
 
 
-def test_log_probs_are_scored_first_and_rarely_and_checksums_always_compared() -> None:
+def test_log_probs_are_scored_first_and_rarely_and_checksums_always() -> None:
     run = Run()
     assert run.steps(40) == [0, 1, 2, 16, 32]
     assert run.workers.collected == [True] * 40
@@ -220,7 +220,7 @@ def test_a_fault_of_one_transfer_is_caught_in_the_sync_that_has_it(fault: Callab
     assert run.workers.verified[-1] == run.version - 1
 
 
-def test_an_export_of_other_weights_is_caught_in_the_next_sync_that_is_scored() -> None:
+def test_an_export_of_other_weights_is_caught_in_the_next_scored_sync() -> None:
     run = Run()
     run.steps(14)
     run.trainer.change = lambda weights: {**weights, "norm": weights["norm"] + 1}
@@ -229,7 +229,7 @@ def test_an_export_of_other_weights_is_caught_in_the_next_sync_that_is_scored() 
         run.step()
 
 
-def test_engines_that_are_lost_before_they_answer_are_not_taken_as_verified() -> None:
+def test_engines_that_are_lost_before_they_answer_are_not_verified() -> None:
     run = Run()
     run.steps(6)
     run.workers.lost_when_read = True
