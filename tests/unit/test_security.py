@@ -23,7 +23,6 @@ UNPICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "
 UNPICKLES = {"training/upstream_fixes/result_queue.py", "runtime/parallel.py"}
 # What reads pickled data, by file: the ranks of one trainer among themselves, and files of their own.
 READS_PICKLED_DATA = {
-    "runtime/parallel.py": {"all_gather_object"},
     "training/engine.py": {"all_gather_object", "broadcast_object_list"},
     "data/encoded_rows.py": {"all_gather_object"},
     "arguments/resume.py": {"all_gather_object"},
