@@ -3,8 +3,7 @@
 #   scripts/setup_venv.sh [--test]      --test also installs what scripts/test.sh needs, and into .stacks the other
 #                                       versions of megatron-core that it tests, 20 MB each
 #   scripts/setup_venv.sh --recipes     also what templates/plugins/reasoning_task.py needs; --test includes it
-#   PYTHON=/path/to/python              the interpreter to make .venv with, 3.11 or newer. Without it: a 3.12 on PATH,
-#                                       of pyenv or of uv, otherwise a 3.11, otherwise a newer one
+#   PYTHON=/path/to/python              the interpreter to make .venv with, 3.11 or newer; without it: 3.12 if there is one
 # Python 3.11 gets the same packages as 3.12, those of requirements/cpu.lock. torch is the CPU build where pip finds it,
 # otherwise the CUDA build, which works without a GPU and takes 2.5 GB more.
 set -euo pipefail
@@ -21,26 +20,17 @@ esac
 lock=requirements/cpu.lock
 core=$(grep '^megatron-core==' "$lock")
 if [ ! -x .venv/bin/python ]; then
-    if [ -n "${PYTHON:-}" ]; then
-        candidates=("$PYTHON")
-    else
-        pyenv=${PYENV_ROOT:-${HOME:-}/.pyenv}/versions
-        uv=${UV_PYTHON_INSTALL_DIR:-${HOME:-}/.local/share/uv/python}
-        candidates=(python3.12 "$pyenv"/3.12.*/bin/python3.12 "$uv"/cpython-3.12.*/bin/python3.12
-            python3.11 "$pyenv"/3.11.*/bin/python3.11 "$uv"/cpython-3.11.*/bin/python3.11 python3.13 python3)
-    fi
-    # Debian's Python may lack ensurepip, and one that was compiled without some libraries their modules.
-    check='import bz2, ctypes, ensurepip, lzma, sqlite3, ssl, sys; sys.exit(sys.version_info < (3, 11))'
-    python=""
-    for candidate in "${candidates[@]}"; do
-        if "$candidate" -c "$check" 2>/dev/null; then
-            python=$candidate
-            break
-        fi
-    done
+    python=${PYTHON:-}
     if [ -z "$python" ]; then
-        echo "setup_venv: found no complete Python 3.11 or newer (${candidates[*]}); name one with" \
-            "PYTHON=/path/to/python" >&2
+        for candidate in python3.12 python3.11 python3.13 python3; do
+            if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+                python=$candidate
+                break
+            fi
+        done
+    fi
+    if ! "${python:-false}" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+        echo "setup_venv: no Python 3.11 or newer found; name one with PYTHON=/path/to/python" >&2
         exit 1
     fi
     "$python" -m venv .venv

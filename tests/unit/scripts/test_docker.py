@@ -35,7 +35,7 @@ def test_every_file_that_an_image_copies_or_runs_exists(name: str) -> None:
 def test_the_cpu_image_has_the_python_that_is_searched_first() -> None:
     [image] = arguments("cpu", "FROM")
     [version] = re.findall(r"^python:([\d.]+)-", image)
-    assert f"candidates=(python{version} " in (REPOSITORY / "scripts" / "setup_venv.sh").read_text()
+    assert f"for candidate in python{version} " in (REPOSITORY / "scripts" / "setup_venv.sh").read_text()
     assert f"PYTHON=python{version} scripts/setup_venv.sh --test" in arguments("cpu", "RUN")
 
 
