@@ -70,9 +70,8 @@ def _saved_parts(args: GRPOArguments) -> config.SavedParts:
 def _engine(args: GRPOArguments, plan: batches.BatchSizes) -> config.VllmConfig:
     completions_per_engine = -(-plan.generation_batch_size // plan.layout.world_size) * args.vllm_tensor_parallel_size
     media = {"image": args.most_images, "video": 0}  # vLLM builds no vision tower without images
-    media |= (
-        {"audio": args.most_recordings} if args.model_config["model_type"] in OMNI else {}
-    )  # no other type has this limit
+    if args.model_config["model_type"] in OMNI:  # no other type has this limit
+        media["audio"] = args.most_recordings
     return config.VllmConfig.of(
         vars(args),
         vllm_max_num_seqs=args.vllm_max_num_seqs or completions_per_engine,

@@ -85,15 +85,20 @@ def image_bytes(source: Any) -> bytes:
     if not source or not isinstance(source, str | bytes):
         raise UnreadableImage(f"is {type(source).__name__}, neither a path, a URL, base64, bytes nor a PIL image")
     try:
-        if isinstance(source, str) and is_read_as_base64(source):
-            b64decode("".join(source.split()), validate=True)
-        content: bytes = load_file(source).getvalue()
+        return file_of(source)
     except Exception as error:  # whatever a file system, a download or base64 raises
         raise UnreadableImage(f"cannot be read: {image_name(source)}: {_reason(error)}") from error
+
+
+def file_of(source: str | bytes) -> bytes:
+    """Return the content of a path, a URL or base64, or bytes as they are."""
+    if isinstance(source, str) and _is_read_as_base64(source):
+        b64decode("".join(source.split()), validate=True)
+    content: bytes = load_file(source).getvalue()
     return content
 
 
-def is_read_as_base64(source: str) -> bool:
+def _is_read_as_base64(source: str) -> bool:
     """Return True for what ms-swift decodes because no such file exists; base64 ignores the dot of a file's name."""
     return not source.strip().startswith(("http", "data:")) and _check_path(source.strip()) is None
 

@@ -8,7 +8,7 @@ result, a WAV file of 16 bits whose header follows from its length, so no decode
 from __future__ import annotations
 
 import wave
-from base64 import b64decode, b64encode
+from base64 import b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -17,9 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from swift.template.vision_utils import load_file
 
-from swift_megatron_grpo.data.images import digest_of, files_of, is_read_as_base64
+from swift_megatron_grpo.data.images import digest_of, file_of, files_of
 from swift_megatron_grpo.types import ModelRecording, Prompt
 
 RATE = 16_000  # samples per second that a model hears
@@ -48,12 +47,9 @@ def recording_bytes(source: Any) -> bytes:
     if not source or not isinstance(source, str | bytes):
         raise UnreadableRecording(f"is {type(source).__name__}, neither a path, a URL, base64 nor bytes")
     try:
-        if isinstance(source, str) and is_read_as_base64(source):
-            b64decode("".join(source.split()), validate=True)
-        content: bytes = load_file(source).getvalue()
+        return file_of(source)
     except Exception as error:  # whatever a file system, a download or base64 raises
         raise UnreadableRecording(f"cannot be read: {type(error).__name__}") from error
-    return content
 
 
 def check_header(content: bytes) -> None:

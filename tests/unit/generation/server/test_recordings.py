@@ -35,14 +35,15 @@ def part(source: str) -> dict[str, Any]:
 
 def test_what_a_trainer_sends_is_accepted() -> None:
     uri = f"data:audio/wav;base64,{SENT}"
-    for body in (
-        generate(request={"audios": [SENT, uri]}),
-        generate(audio_digests=["a" * 40] * 2),
-        generate(request=part(uri)),
-    ):
-        parse(json.dumps(body).encode(), SCHEMAS[Routes.GENERATE], HEARING)
+
+    def accepted(body: dict[str, Any]) -> Any:
+        return parse(json.dumps(body).encode(), SCHEMAS[Routes.GENERATE], HEARING)
+
+    assert all(source.endswith(SENT) for source in accepted(generate(request={"audios": [SENT, uri]})).request.audios)
+    assert accepted(generate(audio_digests=["a" * 40] * 2)).audio_digests == ["a" * 40] * 2
+    assert [*accepted(generate(request=part(uri))).request.messages[0].media] == [("audio", uri)]
     score = {"tokens": [1, 2], "recording": SENT, "weights_version": 0}
-    parse(json.dumps(score).encode(), SCHEMAS[Routes.SCORE], HEARING)
+    assert parse(json.dumps(score).encode(), SCHEMAS[Routes.SCORE], HEARING).recording == SENT
 
 
 @pytest.mark.parametrize("name", HOSTILE)
