@@ -4,14 +4,16 @@
     python -m benchmarks.learn try --learning-rate 1e-5 --generations 8 --model MODEL --work WORK --out OUT
     python -m benchmarks.learn choose --out OUT
     python -m benchmarks.learn run --arm ours --seed 1 --model MODEL --work WORK --out OUT
+    python -m benchmarks.learn time --arm ours --seed 1 --model MODEL --work WORK --out OUT
     python -m benchmarks.learn report
 
 MODEL is the folder that `swift-megatron-grpo get-model smollm2 MODEL` writes, and OUT is benchmarks/h200/parts. `data`
 writes the task and other problems for the choice, and ends with 1 unless all trainers encode every prompt alike. `try`
 trains with this package on the other problems and writes OUT/learning-try-RATE-GROUP.json. `choose` writes the best
-candidate to OUT/learning-choice.json, which `run` reads. `run` trains with one trainer, measures the held-out accuracy
-of the weights that it saves, and writes OUT/learn-ARM-SEED.json. `report` writes docs/learning.md, its chart and its
-lines in README.md from the files of all folders. benchmarks/learn_chain.sh runs all of it on GPUs.
+candidate to OUT/learning-choice.json, which `run` and `time` read. `run` trains with one trainer, measures the held-out
+accuracy of the weights that it saves, and writes OUT/learn-ARM-SEED.json; several runs may share a GPU. `time` trains
+for fewer steps, with the GPU for itself, and writes OUT/learning-time-ARM-SEED.json. `report` writes docs/learning.md,
+its chart and its lines in README.md from the files of all folders. benchmarks/learn_chain.sh runs all of it on GPUs.
 """
 
 from __future__ import annotations
@@ -33,8 +35,18 @@ from benchmarks.bench import PACKAGES, PACKAGES_OF_PEERS, machine, revision
 from benchmarks.harness.learning.bands import is_complete
 from benchmarks.harness.learning.page import write_page
 from benchmarks.harness.learning.prompts import SEARCH, TASK, differing_prompts, read_rows, write_data
-from benchmarks.harness.learning.search import CHOICE, CHOSEN, GROUPS, LEARNING_RATES, SAVE_EVERY, SEED, STEPS, choose
-from benchmarks.harness.learning.settings import SHARED_GPU, Paths, Settings, command_of
+from benchmarks.harness.learning.search import (
+    CHOICE,
+    CHOSEN,
+    GROUPS,
+    LEARNING_RATES,
+    SAVE_EVERY,
+    SEED,
+    STEPS,
+    TIMED_STEPS,
+    choose,
+)
+from benchmarks.harness.learning.settings import Paths, Settings, command_of
 from benchmarks.harness.learning.steps import checkpoints, read_steps
 from benchmarks.harness.paths import REPOSITORY
 from benchmarks.harness.processes import ALLOCATOR, allocator, exit_at_sigterm, kill, program, switch_of
@@ -42,6 +54,13 @@ from benchmarks.harness.results import ARMS
 
 MODULES = "benchmarks.harness.learning"
 FOR_CHOICE = "choice"  # folder in --work, with the problems for the choice
+# Steps, and after how many of them weights are saved, by the command; a timed run saves nothing but its last.
+STEPS_OF = {
+    "try": (STEPS, SAVE_EVERY),
+    "run": (Settings.steps, Settings.save_every),
+    "time": (TIMED_STEPS, TIMED_STEPS),
+}
+MICRO_BATCHES = 4  # of TRL, where runs share a GPU: with one it takes a third of the memory
 
 
 def make_data(args: argparse.Namespace) -> int:
@@ -66,7 +85,7 @@ class Job:
     output: Path
     result: Path  # JSON
     limit: float  # seconds
-    flags: tuple[str, ...] = ()  # of the trainer, in addition to those for its settings
+    is_timed: bool = False  # has the GPU for itself, and saves nothing
 
 
 def try_candidate(args: argparse.Namespace) -> int:
@@ -74,7 +93,7 @@ def try_candidate(args: argparse.Namespace) -> int:
     name = f"try-{args.learning_rate:g}-{args.generations}"
     settings = settings_of(args, {field: getattr(args, field) for field in CHOSEN})
     data, result = args.work / FOR_CHOICE, args.out / f"learning-{name}.json"
-    return train(Job("ours", SEED, settings, args.model, data, args.work / name, result, args.limit, SHARED_GPU))
+    return train(Job("ours", SEED, settings, args.model, data, args.work / name, result, args.limit))
 
 
 def write_choice(args: argparse.Namespace) -> int:
@@ -88,6 +107,14 @@ def write_choice(args: argparse.Namespace) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
+    return train(job_of(args, f"{args.arm}-{args.seed}", "learn", is_timed=False))
+
+
+def time_steps(args: argparse.Namespace) -> int:
+    return train(job_of(args, f"time-{args.arm}-{args.seed}", "learning", is_timed=True))
+
+
+def job_of(args: argparse.Namespace, name: str, kind: str, *, is_timed: bool) -> Job:
     chosen = {name: getattr(args, name) for name in CHOSEN}
     if None in chosen.values():
         file = args.out / CHOICE
@@ -95,9 +122,9 @@ def run(args: argparse.Namespace) -> int:
             raise SystemExit(f"learn: {file} is missing; run `learn choose`, or give --learning-rate and --generations")
         choice = json.loads(file.read_text())
         chosen = {name: choice[name] for name in CHOSEN}
-    name, settings = f"{args.arm}-{args.seed}", settings_of(args, chosen)
-    result = args.out / f"learn-{name}.json"
-    return train(Job(args.arm, args.seed, settings, args.model, args.work, args.work / name, result, args.limit))
+    output, result = args.work / name, args.out / f"{kind}-{name}.json"
+    settings = settings_of(args, chosen)
+    return Job(args.arm, args.seed, settings, args.model, args.work, output, result, args.limit, is_timed)
 
 
 def settings_of(args: argparse.Namespace, chosen: dict[str, Any]) -> Settings:
@@ -111,7 +138,8 @@ def train(job: Job) -> int:
     shutil.rmtree(job.output, ignore_errors=True)
     job.output.mkdir(parents=True)
     paths = Paths(job.model, job.data / "train.jsonl", job.output)
-    command = [*program_of(job.arm, paths), *command_of(job.arm, job.settings, paths, job.seed), *job.flags]
+    flags = command_of(job.arm, job.settings, paths, job.seed, 1 if job.is_timed else MICRO_BATCHES)
+    command = [*program_of(job.arm, paths), *flags]
     began = time.monotonic()
     code = finish(command, job.arm, job.output.with_suffix(".txt"), job.limit)
     seconds = round(time.monotonic() - began, 1)
@@ -130,11 +158,13 @@ def train(job: Job) -> int:
     }
     job.result.parent.mkdir(parents=True, exist_ok=True)
     job.result.write_text(json.dumps(result) + "\n")  # now, because a session may end while the accuracy is measured
-    if code == 0:
+    if job.is_timed:
+        shutil.rmtree(job.output)
+    elif code == 0:
         result["held_out"] = measure(job)
         job.result.write_text(json.dumps(result) + "\n")
     print(f"learn: {job.output.name}: exit code {code}, {len(series['reward'])} steps in {seconds} s; {job.result}")
-    return 0 if is_complete(result) else 1
+    return 0 if (code == 0 if job.is_timed else is_complete(result)) else 1
 
 
 def measure(job: Job) -> list[dict[str, Any]]:
@@ -195,7 +225,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("report", help="write the page and its chart").set_defaults(call=lambda _: report())
-    for name, call in (("data", make_data), ("try", try_candidate), ("choose", write_choice), ("run", run)):
+    calls = {"data": make_data, "try": try_candidate, "choose": write_choice, "run": run, "time": time_steps}
+    for name, call in calls.items():
         command = commands.add_parser(name, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         command.set_defaults(call=call)
         add = command.add_argument
@@ -204,15 +235,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             add("--work", type=Path, required=True, help="folder for the data and the outputs of runs")
         if name != "data":
             add("--out", type=Path, required=True, help="folder for results")
-        if name in ("try", "run"):
-            _add_options(add, name == "try")
+        if name in STEPS_OF:
+            _add_options(add, name)
     args = parser.parse_args(arguments)
     for name in {"model", "work", "out"} & set(vars(args)):
         setattr(args, name, getattr(args, name).resolve())
     return args
 
 
-def _add_options(add: Callable[..., Any], tries: bool) -> None:
+def _add_options(add: Callable[..., Any], command: str) -> None:
+    steps, save_every = STEPS_OF[command]
+    tries = command == "try"
     if not tries:
         add("--arm", choices=ARMS, required=True)
         add("--seed", type=int, required=True)
@@ -220,8 +253,8 @@ def _add_options(add: Callable[..., Any], tries: bool) -> None:
     add("--learning-rate", type=float, required=tries, help=f"peak{chosen}")
     add("--generations", type=int, required=tries, help=f"completions of a prompt{chosen}")
     add("--limit", type=float, default=1500, help="seconds after which the training is ended")
-    add("--steps", type=int, default=STEPS if tries else Settings.steps)
-    add("--save-every", type=int, default=SAVE_EVERY if tries else Settings.save_every, help="steps")
+    add("--steps", type=int, default=steps)
+    add("--save-every", type=int, default=save_every, help="steps")
     add("--completions", type=int, default=Settings.completions, help="completions of a step")
     add("--dtype", choices=("bfloat16", "float32"), default=Settings.dtype)
     add("--eager", action="store_true", help="vLLM without CUDA graphs")

@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks.harness.results import ARMS
 
 FILES = "benchmarks/*/parts/learn-*.json"
+TIMED_FILES = "benchmarks/*/parts/learning-time-*.json"
 WINDOW = 20  # steps
 Run = dict[str, Any]
 
@@ -22,14 +23,14 @@ class Point:
     """A value of the same steps in all runs of a trainer."""
 
     step: int  # the last of the window
-    seconds: float  # from the first step's beginning to that step's end, mean over seeds
+    seconds: float | None  # from the first step's beginning to that step's end; None: the trainer was not timed
     mean: float
     low: float
     high: float
 
 
-def read_runs(repository: Path) -> list[Run]:
-    return [json.loads(file.read_text()) for file in sorted(repository.glob(FILES))]
+def read_runs(repository: Path, files: str = FILES) -> list[Run]:
+    return [json.loads(file.read_text()) for file in sorted(repository.glob(files))]
 
 
 def is_complete(run: Run) -> bool:
@@ -52,22 +53,25 @@ def by_arm(runs: Sequence[Run]) -> dict[str, list[Run]]:
     return arms
 
 
-def rewards(runs: Sequence[Run]) -> list[Point]:
-    """Return the mean reward of each window; steps after the last whole window are left out."""
+def rewards(runs: Sequence[Run], of_step: float | None) -> list[Point]:
+    """Return the mean reward of each window; steps after the last whole window are left out.
+
+    `of_step` are the seconds of a step of that trainer, if it was timed.
+    """
     ends = range(WINDOW, min((len(run["reward"]) for run in runs), default=0) + 1, WINDOW)
-    return [_point(runs, end, [statistics.fmean(run["reward"][end - WINDOW : end]) for run in runs]) for end in ends]
+    return [_point(end, of_step, [statistics.fmean(run["reward"][end - WINDOW : end]) for run in runs]) for end in ends]
 
 
-def accuracies(runs: Sequence[Run]) -> list[Point]:
+def accuracies(runs: Sequence[Run], of_step: float | None) -> list[Point]:
     """Return the held-out accuracy before training and of all weights that were saved."""
     steps = [point["step"] for point in runs[0]["held_out"]] if runs else []
     return [
-        _point(runs, step, [run["held_out"][place]["accuracy"] for run in runs]) for place, step in enumerate(steps)
+        _point(step, of_step, [run["held_out"][place]["accuracy"] for run in runs]) for place, step in enumerate(steps)
     ]
 
 
-def _point(runs: Sequence[Run], step: int, values: Sequence[float]) -> Point:
-    seconds = statistics.fmean(run["seconds"][step - 1] for run in runs) if step else 0.0
+def _point(step: int, of_step: float | None, values: Sequence[float]) -> Point:
+    seconds = None if of_step is None else step * of_step
     return Point(step, seconds, statistics.fmean(values), min(values), max(values))
 
 
@@ -81,7 +85,10 @@ def steps_below(bands: Mapping[str, Sequence[Point]]) -> list[int]:
     ]
 
 
-def seconds_per_step(run: Run) -> float:
-    """Return the median time of a step, without the first, which warms up."""
-    seconds: list[float] = run["seconds"]
-    return statistics.median(later - earlier for earlier, later in pairwise(seconds))
+def seconds_per_step(runs: Sequence[Run], arm: str) -> list[float]:
+    """Return the median time of a step of each timed run of a trainer, without the first step, which warms up."""
+    return [
+        statistics.median(later - earlier for earlier, later in pairwise(run["seconds"]))
+        for run in runs
+        if run["arm"] == arm and run["exit_code"] == 0
+    ]

@@ -16,6 +16,7 @@ from benchmarks.harness.results import ARMS, NAMES
 
 from .bands import (
     FILES,
+    TIMED_FILES,
     WINDOW,
     Point,
     Run,
@@ -29,7 +30,7 @@ from .bands import (
 )
 from .curves import draw
 from .prompts import HELD_OUT, QUESTION, SEARCH, SYSTEM, TASK
-from .search import CHOICE, CHOSEN, GROUPS, LEARNING_RATES, SEED, STEPS
+from .search import CHOICE, CHOSEN, GROUPS, LEARNING_RATES, SEED, STEPS, TIMED_STEPS
 from .settings import TEMPLATE, Paths, Settings, command_of
 
 PAGE, CHART, README = Path("docs/learning.md"), Path("docs/learning.svg"), Path("README.md")
@@ -39,7 +40,8 @@ SEEDS = (1, 2, 3)
 INTRODUCTION = f"""\
 # Learning curves
 
-<!-- Written by `python -m benchmarks.learn report` from {FILES}. A test compares it. -->
+<!-- Written by `python -m benchmarks.learn report` from {FILES} and
+     learning-time-*.json. A test compares it. -->
 
 This page compares four trainers on one task, sums for SmolLM2-135M-Instruct: this package, ms-swift's own Megatron
 trainer, TRL and verl. Model, prompts, rewards, batch and optimizer are the same; each trainer has seeds 1, 2 and 3.
@@ -64,8 +66,9 @@ METHOD = f"""\
   make the same tokens. TRL and verl use the model's own. `python -m benchmarks.learn data` checks every row.
 * Accuracy: the share of {HELD_OUT} held-out problems that are solved greedily. One program measures the weights that
   each trainer saves, with vLLM in bf16. Tokenizer and template are those of the model before training.
-* Seconds: from the beginning of the first step, without start and saving: a step that begins with saving counts as the
-  median step. *A step* is the median without the first. Each run has a GPU and its share of the cores for itself.
+* Seconds: the runs of the curves share GPUs, so each trainer is timed in other runs of {TIMED_STEPS} steps with equal
+  settings, one at a time on a GPU and all its cores. *A step* is their median without the first step, start and saving;
+  the seconds of the curves are steps times that.
 """
 CHOOSING = f"""\
 ## Learning rate and group size
@@ -80,7 +83,8 @@ DIFFERENCES = """\
 
 * Precision: both Megatron trainers compute in bf16 with fp32 copies of the weights in the optimizer. TRL and verl keep
   fp32 weights and compute in bf16.
-* Micro batches: this package packs by tokens, ms-swift trains at most 32 completions at a time, TRL all, verl packs.
+* Micro batches: this package packs by tokens, ms-swift trains at most 32 completions at a time, verl packs. TRL trains
+  all at once where it is timed, and a quarter where runs share a GPU.
 * Weight decay is 0, because trainers differ in the parameters that they exempt.
 * Seeds: each trainer shuffles prompts in its own way. verl gets the seed for its data and for vLLM, and TRL does not
   pass it to vLLM.
@@ -100,23 +104,28 @@ def of_repository(repository: Path) -> dict[Path, str]:
     choices = [json.loads(file.read_text()) for file in repository.glob(f"benchmarks/*/parts/{CHOICE}")]
     if len(choices) > 1:
         raise ValueError(f"learn: the repository has {len(choices)} files {CHOICE}; keep one")
-    written = files(read_runs(repository), choices[0] if choices else None)
+    timed = read_runs(repository, TIMED_FILES)
+    written = files(read_runs(repository), timed, choices[0] if choices else None)
     image = f"[![Learning curves]({CHART})]({PAGE})\n" if CHART in written else ""
     return written | {README: with_table((repository / README).read_text(), IN_README, image)}
 
 
-def files(runs: Sequence[Run], choice: dict[str, Any] | None) -> dict[Path, str]:
+def files(runs: Sequence[Run], timed: Sequence[Run], choice: dict[str, Any] | None) -> dict[Path, str]:
     """Return the page, and its chart if a trainer has a complete run, by their paths in the repository."""
     arms = by_arm(runs)
     complete = [run for of_arm in arms.values() for run in of_arm]
     settings = Settings(**complete[0]["settings"]) if complete else Settings()
     if choice and complete and any(choice[name] != getattr(settings, name) for name in CHOSEN):
         raise ValueError(f"learn: the runs do not have the {' and '.join(CHOSEN)} of {CHOICE}")
-    of_reward, of_accuracy = ({arm: of(runs) for arm, runs in arms.items()} for of in (rewards, accuracies))
+    seconds = {arm: seconds_per_step(timed, arm) for arm in ARMS}
+    of_step = {arm: statistics.median(seconds[arm]) if seconds[arm] else None for arm in ARMS}
+    of_reward, of_accuracy = (
+        {arm: of(runs, of_step[arm]) for arm, runs in arms.items()} for of in (rewards, accuracies)
+    )
     sections = [
         INTRODUCTION,
         *(["![Reward and held-out accuracy over steps and over seconds](learning.svg)\n"] if complete else []),
-        f"## Results\n\n{_results(arms)}",
+        f"## Results\n\n{_results(arms, seconds)}",
         *_not_run(arms, runs),
         *([_rewards(of_reward), _accuracies(of_accuracy)] if complete else []),
         METHOD,
@@ -127,7 +136,7 @@ def files(runs: Sequence[Run], choice: dict[str, Any] | None) -> dict[Path, str]
     return {PAGE: "\n".join(sections)} | ({CHART: draw(of_reward, of_accuracy)} if complete else {})
 
 
-def _results(arms: Mapping[str, list[Run]]) -> str:
+def _results(arms: Mapping[str, list[Run]], seconds: Mapping[str, list[float]]) -> str:
     def mean(of: Callable[[Run], float], form: str) -> Callable[[str], str]:
         return lambda arm: format(statistics.fmean(map(of, arms[arm])), form) if arms[arm] else NOT_RUN
 
@@ -138,10 +147,15 @@ def _results(arms: Mapping[str, list[Run]]) -> str:
         f"reward, last {WINDOW} steps": mean(lambda run: statistics.fmean(run["reward"][-WINDOW:]), ".3f"),
         "accuracy before": mean(lambda run: run["held_out"][0]["accuracy"], ".1%"),
         "after": mean(lambda run: run["held_out"][-1]["accuracy"], ".1%"),
-        "s a step": mean(seconds_per_step, ".2f"),
-        "s of all steps": mean(lambda run: run["seconds"][-1], ".0f"),
+        "s a step": lambda arm: _seconds(seconds[arm]),
     }
     return table(columns, ARMS)
+
+
+def _seconds(values: Sequence[float]) -> str:
+    if not values:
+        return NOT_RUN
+    return f"{statistics.median(values):.2f} ({', '.join(f'{value:.2f}' for value in values)})"
 
 
 def _not_run(arms: Mapping[str, list[Run]], runs: Sequence[Run]) -> list[str]:

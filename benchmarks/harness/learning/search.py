@@ -13,6 +13,7 @@ CHOICE = "learning-choice.json"
 CHOSEN = ("learning_rate", "generations")  # fields of Settings
 LEARNING_RATES, GROUPS = (5e-6, 1e-5, 2e-5), (8, 16)
 STEPS, SAVE_EVERY, SEED = 150, 50, 4
+TIMED_STEPS = 60
 
 
 def mean_accuracy(run: dict[str, Any]) -> float:

@@ -16,9 +16,10 @@ from benchmarks.peers.verl_settings import VerlSetting, VerlSizes, verl_override
 PLUGIN = REPOSITORY / "benchmarks" / "harness" / "instrument" / "sums.py"
 VERL_REWARD = Path(__file__).with_name("reward.py")
 MODEL_TYPE, TEMPLATE = "llama", "chatml"  # names of ms-swift
-ENGINE = ("--vllm_gpu_memory_utilization", "0.3", "--sleep_level", "0")  # vLLM stays awake in all trainers
-# For several runs on a GPU: vLLM does not size its cache by the memory that the others leave.
-SHARED_GPU = ("--vllm_gpu_memory_utilization", "0.1", "--vllm_engine_kwargs", '{"kv_cache_memory_bytes": 4000000000}')
+ENGINE = ("--vllm_gpu_memory_utilization", "0.1", "--sleep_level", "0")  # vLLM stays awake in all trainers
+# Several runs share a GPU, so vLLM may not size its cache by the memory that it finds free.
+CACHE = "kv_cache_memory_bytes"  # as vLLM calls it
+CACHE_BYTES = 4_000_000_000  # 3 times what all completions of a step need at most
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,10 @@ class Paths:
     output: Path
 
 
-def command_of(arm: str, settings: Settings, paths: Paths, seed: int) -> list[str]:
-    """Return the arguments of an arm's program."""
+def command_of(arm: str, settings: Settings, paths: Paths, seed: int, micro_batches: int = 1) -> list[str]:
+    """Return the arguments of an arm's program; only TRL takes the number of its micro batches."""
     if arm == "trl":
-        return _trl(settings, paths, seed)
+        return _trl(settings, paths, seed, micro_batches)
     return _verl(settings, paths, seed) if arm == "verl" else _megatron(arm, settings, paths, seed)
 
 
@@ -120,12 +121,13 @@ def _megatron(arm: str, settings: Settings, paths: Paths, seed: int) -> list[str
         values |= {"max_tokens_per_micro_batch": 16384, "report_to": "none"}
     else:  # ms-swift's own trainer needs prompts that are divisible by its micro batch, and refuses --report_to none
         values |= {"micro_batch_size": min(32, settings.prompts), "report_to": "tensorboard"}
-    return [*_flags(values), *settings.engine]
+    return [*_flags(values), *settings.engine, "--vllm_engine_kwargs", f'{{"{CACHE}": {CACHE_BYTES}}}']
 
 
-def _trl(settings: Settings, paths: Paths, seed: int) -> list[str]:
+def _trl(settings: Settings, paths: Paths, seed: int, micro_batches: int) -> list[str]:
     completions, (low, high) = settings.completions, settings.clip
-    setting, swift = TrlSetting.parse(f"mbs{completions}+awake+fp32"), SwiftFlags.parse(settings.engine)
+    setting = TrlSetting.parse(f"mbs{completions // micro_batches}+awake+fp32")
+    swift = SwiftFlags.parse(settings.engine)
     values: dict[str, object] = {
         "model_name_or_path": paths.model,
         "rows": paths.rows,
@@ -133,6 +135,7 @@ def _trl(settings: Settings, paths: Paths, seed: int) -> list[str]:
         "max_steps": settings.steps,
         "max_completion_length": settings.completion_tokens,
         "vllm_max_model_length": settings.tokens,
+        CACHE: CACHE_BYTES,
         "epsilon": low,
         "epsilon_high": high,
         "scale_rewards": "group",
@@ -170,6 +173,7 @@ def _verl(settings: Settings, paths: Paths, seed: int) -> list[str]:
         f"{actor}.checkpoint.save_contents": "[hf_model]",
         "actor_rollout_ref.rollout.ignore_eos": False,
         "actor_rollout_ref.rollout.seed": seed,
+        f"+actor_rollout_ref.rollout.engine_kwargs.vllm.{CACHE}": CACHE_BYTES,
         "trainer.save_freq": settings.save_every,
     }
     return [f"{name}={value}" for name, value in values.items()]

@@ -22,6 +22,7 @@ from swift_megatron_grpo.platforms import cpu
 @dataclass
 class Arguments:
     rows: str = field(metadata={"help": "train.jsonl"})
+    kv_cache_memory_bytes: int = field(metadata={"help": "of vLLM"})
     enforce_eager: bool = field(default=False, metadata={"help": "vLLM without CUDA graphs and compilation"})
 
 
@@ -33,8 +34,8 @@ def train() -> None:
     from vllm import LLM
 
     config, model, arguments = TrlParser((GRPOConfig, ModelConfig, Arguments)).parse_args_and_config()
-    if arguments.enforce_eager:
-        vars(generation)["LLM"] = partial(LLM, enforce_eager=True)
+    of_engine = {"enforce_eager": arguments.enforce_eager, "kv_cache_memory_bytes": arguments.kv_cache_memory_bytes}
+    vars(generation)["LLM"] = partial(LLM, **of_engine)
     config.model_init_kwargs = {"dtype": model.dtype}
     output = Path(config.output_dir)
 

@@ -175,12 +175,12 @@ def test_the_choice_has_the_highest_mean_accuracy_after_training_began() -> None
     choice = choose([candidate(2e-5, 8, 0.9, 0.1, 0.5), candidate(1e-5, 16, 0.1, 0.3, 0.4)])
     assert (choice["learning_rate"], choice["generations"], choice["device"]) == (1e-5, 16, ["NVIDIA H200"])
     assert [row["mean"] for row in choice["candidates"]] == [0.35, 0.3]
-    text = page.files([], json.loads(json.dumps(choice)))[page.PAGE]
+    text = page.files([], [], json.loads(json.dumps(choice)))[page.PAGE]
     assert "Chosen: 1e-05 and groups of 16, on NVIDIA H200. 4 candidates did not end and are missing." in text
     assert "| learning rate | group | after step 0 | after step 50 | after step 100 | mean in training |" in text
     assert "| 2e-05 | 8 | 90.0% | 10.0% | 50.0% | 30.0% |" in text
     with pytest.raises(ValueError, match="do not have the learning_rate and generations"):
-        page.files([some_run("ours", 1, 0.1)], choice)
+        page.files([some_run("ours", 1, 0.1)], [], choice)
 
 
 def some_run(arm: str, seed: int, reward: float, **values: Any) -> dict[str, Any]:
@@ -194,20 +194,26 @@ def some_run(arm: str, seed: int, reward: float, **values: Any) -> dict[str, Any
 
 def test_a_band_has_the_mean_and_the_range_of_seeds() -> None:
     runs = [some_run("ours", 1, 0.1), some_run("ours", 2, 0.2)]
-    first, second = rewards(runs)
+    first, second = rewards(runs, 0.5)
     assert (first.step, first.seconds, first.low, first.high) == (20, 10.0, pytest.approx(0.1), pytest.approx(0.2))
     assert (second.step, second.seconds, second.mean) == (40, 20.0, pytest.approx(0.3))
-    before, after = accuracies(runs)
+    before, after = accuracies(runs, 0.5)
     assert (before.step, before.seconds, before.mean) == (0, 0.0, 0.0625)
     assert (after.step, after.seconds, after.low, after.high) == (40, 20.0, 0.1, 0.2)
-    assert rewards([]) == accuracies([]) == [] and seconds_per_step(some_run("ours", 1, 0.1)) == 0.5
+    assert rewards([], 0.5) == accuracies([], 0.5) == [] and rewards(runs, None)[0].seconds is None
+
+
+def test_a_step_takes_the_median_of_each_timed_run_that_ended() -> None:
+    timed = [some_run("ours", 1, 0.1), some_run("ours", 2, 0.1, exit_code=None), some_run("trl", 1, 0.1),
+             some_run("ours", 3, 0.1, seconds=[9.0, 9.25, 9.5, 12.0])]  # fmt: skip
+    assert seconds_per_step(timed, "ours") == [0.5, 0.25] and seconds_per_step(timed, "verl") == []
 
 
 def test_windows_below_every_seed_of_the_others_are_named() -> None:
-    others = {"trl": rewards([some_run("trl", 1, 0.2), some_run("trl", 2, 0.4)]), "verl": []}
-    assert steps_below({"ours": rewards([some_run("ours", 1, 0.1)]), **others}) == [20, 40]
-    assert steps_below({"ours": rewards([some_run("ours", 1, 0.3)]), **others}) == []
-    assert steps_below({"ours": rewards([some_run("ours", 1, 0.1)])}) == []
+    others = {"trl": rewards([some_run("trl", 1, 0.2), some_run("trl", 2, 0.4)], None), "verl": []}
+    assert steps_below({"ours": rewards([some_run("ours", 1, 0.1)], None), **others}) == [20, 40]
+    assert steps_below({"ours": rewards([some_run("ours", 1, 0.3)], None), **others}) == []
+    assert steps_below({"ours": rewards([some_run("ours", 1, 0.1)], None)}) == []
 
 
 def test_runs_of_several_sessions_merge_by_trainer_and_seed() -> None:
@@ -225,9 +231,9 @@ def test_the_page_states_what_was_not_run_and_what_did_not_end() -> None:
     runs = [some_run("ours", 1, 0.1), some_run("ours", 2, 0.2), some_run("trl", 1, 0.4),
             some_run("verl", 1, 0.1, exit_code=None, held_out=[]) | {"reward": [0.1] * 7},
             some_run("verl", 2, 0.1, held_out=[])]  # fmt: skip
-    files = page.files(runs, None)
+    files = page.files(runs, [some_run("ours", 1, 0.1), some_run("ours", 2, 0.1)], None)
     text = files[page.PAGE]
-    assert "| this package | 1, 2 | NVIDIA H200 | 0.300 | 6.2% | 15.0% | 0.50 | 20 |" in text
+    assert "| this package | 1, 2 | NVIDIA H200 | 0.300 | 6.2% | 15.0% | 0.50 (0.50, 0.50) |" in text
     assert "| verl | not run yet |" in text and "* TRL: not run yet with seeds 2, 3." in text
     assert "* verl, seed 1: ended after 7 of 40 steps and 0 accuracies (exit code None)" in text
     assert "* verl, seed 2: ended after 40 of 40 steps and 0 accuracies (exit code 0)" in text
@@ -237,14 +243,16 @@ def test_the_page_states_what_was_not_run_and_what_did_not_end() -> None:
     assert "Accuracy after training divided by that before: 2.4 (this package), 6.4 (TRL)." in text
     chart = ElementTree.fromstring(files[page.CHART])
     lines = chart.findall(".//{*}polyline")
-    assert len(lines) == len(chart.findall(".//{*}polygon")) == 8  # of two trainers, in four panels
+    assert (
+        len(lines) == len(chart.findall(".//{*}polygon")) == 6
+    )  # in two panels of steps, and of seconds for the timed one
     # Steps 20 and 40 of 40, rewards 0.15 and 0.3 of 0.8, in a plot of 360 by 240 at (46, 40).
     assert lines[0].attrib["points"] == "226.0,235.0 406.0,190.0"
 
 
 def test_without_runs_there_is_a_page_and_no_chart() -> None:
-    text = page.files([], None)[page.PAGE]
-    assert list(page.files([], None)) == [page.PAGE] and ".svg" not in text
+    text = page.files([], [], None)[page.PAGE]
+    assert list(page.files([], [], None)) == [page.PAGE] and ".svg" not in text
     assert "over the learning rates 5e-06, 1e-05, 2e-05 and groups of 8, 16, was not run yet." in text
 
 
