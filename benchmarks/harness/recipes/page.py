@@ -71,7 +71,8 @@ def pages(
         written[LARGE_PAGE] = _large(plans)
     for name, run in runs.items():
         written[f"{name}.md"] = page(RECIPES[name], run, runs)
-        written[f"{name}.svg"] = draw({"ours": rewards([run])}, {"ours": accuracies([run])})
+        of_step = run["seconds"][-1] / len(run["seconds"])
+        written[f"{name}.svg"] = draw({"ours": rewards([run], of_step)}, {"ours": accuracies([run], of_step)})
     return written
 
 
