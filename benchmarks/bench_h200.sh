@@ -12,7 +12,7 @@
 #                        moe-30b-lora moe-30b-lora-even
 #                        share-1.7b share-8b-lora, and one cell of the last two, as in share-1.7b-2048-8
 #                        dp1-8b-lora server-1.7b server-8b generation-8b generation-30b generation-30b-64
-#                        generation-long generation-attention-1.7b generation-attention-8b
+#                        generation-long generation-attention-1.7b generation-attention-8b draft-rows draft-rows-v1
 #                        gpu-tests-NAME[,NAME...] (tests/gpu/test_NAME.py, by benchmarks/gpu_tests.py)
 #       groups on 2 GPUs: two pp2-stages qwen3.5-server two-colocated two-colocated-8b two-server two-server-8b sync
 #                         sync-30b moe-server dp2-8b-lora tp2-8b-lora pp2-8b-lora moe-30b-lora-ep2
@@ -256,6 +256,8 @@ part() {
         bench_server) dry_flags=(--dry) ;;
         bench_generation) dry_flags=(--shape toy --variants default --completions 4 --tokens 16 --prompt-tokens 16
             --dtype float32 --eager --memory 0.3) ;;
+        bench_draft_rows) dry_flags=(--shapes toy --arms v1 v1-drafts-2 --running 2 4 --steps 6 --rounds 2
+            --prompt-tokens 16 --eager) ;;
     esac
     echo "== $1"
     "$python" -m "benchmarks.$2" --json "$out/parts/$1$suffix.json" --work "${WORK:-runs/bench}/$2" "${@:3}" \
@@ -590,6 +592,10 @@ $graphs {$dummy,$cache,$decoding,\"enable_return_routed_experts\":true}" group m
         generation-attention-*)
             part "$1" bench_generation --shape "${1##*-}" --rounds 2 --timeout 300 --profile \
                 --variants default triton_attention one_split flashinfer flash_attention_2 ;;
+        draft-rows)
+            part draft-rows bench_draft_rows --shapes 8b 1.7b 30b-qwen3-moe --limit 560 ;;
+        draft-rows-v1)
+            part draft-rows-v1 bench_draft_rows --shapes 8b 30b-qwen3-moe --arms v1 v1-drafts-4 --limit 560 ;;
         gpu-tests-*)
             local tests=${1#gpu-tests-}
             "$python" -m benchmarks.gpu_tests --json "$out/parts/tests-$tests.json" ${tests//,/ } -- -q ;;
