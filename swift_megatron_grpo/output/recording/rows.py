@@ -24,6 +24,7 @@ _OF_ROLLOUT = (
     "prompt_ids", "completion_ids", "logprobs", "text", "finish_reason", "weights_version", "sampled", "infos",
 )  # fmt: skip
 _ROUNDING = 1e-3  # an engine may round a log-prob of 0 up
+_LARGEST_TOKEN = 2**31 - 1
 _END = re.compile(rb', "crc32": "([0-9a-f]{8})"\}\n\Z')
 
 
@@ -37,6 +38,16 @@ class Limits:
 
     vocabulary: int  # rows of the model's embedding
     reward_functions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The tokens of one line, which an engine received and returned."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    sampled: list[bool] | None
+    logprobs: list[float] | None
 
 
 def no_images(prompt: Prompt) -> Sequence[str]:
@@ -109,6 +120,16 @@ def from_line(line: bytes, prompt: Prompt, images: Sequence[str], limits: Limits
         raise BadRow(f"the field {field} is missing") from None
 
 
+def tokens_of(line: bytes) -> Tokens:
+    """Parse the tokens of a line that `check_line` has accepted, of any model; raise BadRow if they are none."""
+    row = parsed(line)
+    try:
+        _check_tokens(row, _LARGEST_TOKEN, "which is not a token")
+        return Tokens(row["prompt_ids"], row["completion_ids"], row["sampled"], row["logprobs"])
+    except KeyError as field:
+        raise BadRow(f"the field {field} is missing") from None
+
+
 def _experts(row: dict[str, Any]) -> ExpertRows | None:
     try:
         rows = decode_rows(row.get("routed_experts"))
@@ -142,8 +163,21 @@ def _check_prompt(row: Mapping[str, Any], prompt: Prompt, images: Sequence[str])
 def _check_values(row: Mapping[str, Any], limits: Limits) -> None:
     """Raise BadRow for the first value that no run could have written. KeyError: a field is missing."""
     last = limits.vocabulary - 1
+    _check_tokens(row, last, f"but the model has the tokens 0 to {last}; use the --model of the dumped run")
+    _check_list("rewards", row["rewards"], "numbers", _is_reward, "which is neither a number nor null")
+    _check_length("rewards", row["rewards"], limits.reward_functions, "reward functions")
+    for field, kind in (("prompt_id", str), ("text", str), ("finish_reason", str), ("infos", dict)):
+        _require(isinstance(row[field], kind), field, row[field], f"which is not a {kind.__name__}")
+    conversations = [] if row["conversation"] is None else ["conversation"]
+    for field in ("messages", *conversations):
+        _check_list(field, row[field], "messages", lambda message: isinstance(message, dict), "which is not a message")
+        _require(bool(row[field]), field, row[field], "which is not a list of messages")
+    version = row["weights_version"]
+    _require(type(version) is int and version >= 0, "weights_version", version, "which is not the number of a step")
+
+
+def _check_tokens(row: Mapping[str, Any], last: int, beyond: str) -> None:
     never_empty = ["prompt_ids", "completion_ids"] if row["conversation"] is None else ["prompt_ids"]
-    beyond = f"but the model has the tokens 0 to {last}; use the --model of the dumped run"
     for field in ("prompt_ids", "completion_ids"):
         _check_list(field, row[field], "tokens", lambda token: type(token) is int and 0 <= token <= last, beyond)
         _require(bool(row[field]) or field not in never_empty, field, row[field], "which has no token")
@@ -155,16 +189,6 @@ def _check_values(row: Mapping[str, Any], limits: Limits) -> None:
     if row["logprobs"] is not None:
         _check_list("logprobs", row["logprobs"], "numbers", _is_logprob, "which is not a finite number up to 0")
         _check_length("logprobs", row["logprobs"], trained, "sampled tokens")
-    _check_list("rewards", row["rewards"], "numbers", _is_reward, "which is neither a number nor null")
-    _check_length("rewards", row["rewards"], limits.reward_functions, "reward functions")
-    for field, kind in (("prompt_id", str), ("text", str), ("finish_reason", str), ("infos", dict)):
-        _require(isinstance(row[field], kind), field, row[field], f"which is not a {kind.__name__}")
-    conversations = [] if row["conversation"] is None else ["conversation"]
-    for field in ("messages", *conversations):
-        _check_list(field, row[field], "messages", lambda message: isinstance(message, dict), "which is not a message")
-        _require(bool(row[field]), field, row[field], "which is not a list of messages")
-    version = row["weights_version"]
-    _require(type(version) is int and version >= 0, "weights_version", version, "which is not the number of a step")
 
 
 def _check_list(field: str, values: Any, kind: str, fits: Callable[[Any], bool], fault: str) -> None:
