@@ -36,9 +36,9 @@ class Sampling(Flags):
     seed_completions: bool = flag(
         False,
         "Give every completion its own seed, derived from --seed. Up to rounding, completions then do not "
-        "depend on which server generates them or on what else it is generating. In multi-turn conversations every "
-        "turn has its own seed. vLLM samples seeded completions one at a time, which costs about 10 microseconds "
-        "per completion and token on a GPU. Default: false.",
+        "depend on which server generates them, on what else it is generating, or on preemption: the noise of a token "
+        "belongs to its seed and its position. In multi-turn conversations every turn has its own seed. "
+        "Default: false.",
     )
     rollout_logprobs_interval: Annotated[int, AtLeast(0, use=10, why="0 requests those of the first rollout only")] = (
         flag(

@@ -5,6 +5,7 @@
     images.py         whether an engine holds the vision tower of its model, and the tokens of an image
     fast_logprobs.py  log-probs of sampled tokens with less work on the GPU and on the host
     logprob_kernel.py  their Triton kernel
+    position_noise.py  samples seeded requests with noise of their seed and position
     fast_schedule.py  vLLM's schedule of a step in which every running request gets one token
     fast_outputs.py   appends the tokens of a step to their requests, and passes them on in batches; installs both
     known_scheduler.py  the versions and settings of vLLM in which both make the same changes as vLLM

@@ -1,0 +1,75 @@
+"""The parts of vLLM's two model runners on which position_noise.py relies.
+
+If one of these fails, read the difference and adapt generation/vllm/position_noise.py: seeded completions would be
+sampled by vLLM's generators again, or with the noise of other positions.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from tests.support.interpreter import result_of
+
+
+@cache
+def upstream() -> dict[str, Any]:
+    result: dict[str, Any] = result_of(
+        """
+        from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
+        from vllm.v1.sample.sampler import Sampler
+        from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+        from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+        from vllm.v1.worker.gpu_input_batch import InputBatch
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+        forwards = (TopKTopPSampler.forward_native, TopKTopPSampler.forward_cuda, TopKTopPSampler.forward_cpu)
+        result = {
+            "sample": parameters(GPUModelRunner._sample),
+            "cpu_overrides": "_sample" in vars(CPUModelRunner),
+            "sample_source": source(GPUModelRunner._sample),
+            "sampler_source": source(Sampler.sample),
+            "metadata_source": source(InputBatch._make_sampling_metadata),
+            "bookkeeping_source": source(GPUModelRunner._bookkeeping_sync),
+            "forwards": [parameters(forward) for forward in forwards],
+            "chosen": source(TopKTopPSampler.__init__),
+            "filters": parameters(apply_top_k_top_p),
+            "kernel": parameters(gumbel_sample),
+        }
+        """
+    )
+    return result
+
+
+def test_a_step_is_sampled_by_one_method_of_the_first_runner() -> None:
+    assert upstream()["sample"] == ["self", "logits", "spec_decode_metadata"]
+    assert not upstream()["cpu_overrides"]
+    assert "return self.sampler(" in upstream()["sample_source"]
+
+
+def test_the_sampler_calls_the_forward_that_it_holds() -> None:
+    assert upstream()["forwards"] == [["self", "logits", "generators", "k", "p"]] * 3
+    assert "self.forward = self.forward_native" in upstream()["chosen"]
+    assert upstream()["filters"][:3] == ["logits", "k", "p"]
+    assert "self.topk_topp_sampler(" in upstream()["sampler_source"]
+
+
+def test_greedy_rows_and_min_p_are_no_matter_of_that_forward() -> None:
+    sampler = upstream()["sampler_source"]
+    assert sampler.index("argmax_invariant") < sampler.index("self.topk_topp_sampler(")
+    assert "temperature < _SAMPLING_EPS" in sampler[sampler.index("self.topk_topp_sampler(") :]
+
+
+def test_the_batch_hands_out_the_generators_that_are_cleared() -> None:
+    assert "generators=self.generators" in upstream()["metadata_source"]
+
+
+def test_a_requests_tokens_are_counted_after_each_sample() -> None:
+    bookkeeping = upstream()["bookkeeping_source"]
+    assert "self.input_batch.num_tokens_no_spec[req_idx] = end_idx" in bookkeeping
+    assert "sampled_ids = [-1]" in bookkeeping  # with asynchronous scheduling as well, before the token is known
+
+
+def test_the_second_runners_kernel_takes_seed_and_position() -> None:
+    assert upstream()["kernel"][:6] == ["logits", "expanded_idx_mapping", "temperature", "seed", "pos",
+                                        "apply_temperature"]  # fmt: skip
