@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from swift_megatron_grpo.cli.command_line import FINE, Refused
 from swift_megatron_grpo.cli.simulate_drafts.replay import Tally, replay
+from swift_megatron_grpo.output.report.simulated_drafts import FILE
 
 if TYPE_CHECKING:
     from swift_megatron_grpo.cli.simulate_drafts.dump import Dumped
@@ -36,7 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--running", type=_positive, help="most requests at one time; default: all of a rollout, as on one engine"
     )
-    parser.add_argument("--output_file", type=Path, help="also write the numbers to this file, as JSON")
+    parser.add_argument(
+        "--output_file",
+        type=Path,
+        help=f"also write the numbers to this file, as JSON; default for an --output_dir: its {FILE}, which its report "
+        "shows",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -51,8 +57,9 @@ def run(options: argparse.Namespace) -> int:
         raise Refused(f"nothing was sampled in {named(newest)} of {folder}; replay more --rollouts")
     print(f"{folder}: {named(newest)}, {described(dumped, newest)}\n")
     print("\n".join([*table(tallies), "", *table_by_running(tallies)]))
-    if options.output_file is not None:
-        options.output_file.write_text(json.dumps(numbers_of(tallies), indent=1) + "\n")
+    target = options.output_file or (None if folder == options.run else options.run / FILE)
+    if target is not None:
+        target.write_text(json.dumps(numbers_of(tallies), indent=1) + "\n")
     return FINE
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from swift_megatron_grpo.output.report.completions import Completions, read_completions
 from swift_megatron_grpo.output.report.histograms import of_completions
 from swift_megatron_grpo.output.report.run_files import RunFiles, Table, read_run, thinned
+from swift_megatron_grpo.output.report.simulated_drafts import saved_steps
 
 MOST_POINTS = 1000  # per curve
 MOST_BYTES = 6 * 2**20  # of completions.jsonl, for all runs of a page
@@ -68,7 +69,7 @@ def _run(run: LoadedRun) -> dict[str, Any]:
         "training": _columns(training),
         "evaluation": _columns(evaluation),
         "phases": [name.removeprefix(PHASE) for name in files.training.values if name.startswith(PHASE)],
-        "facts": facts(files.settings),
+        "facts": [*facts(files.settings), *simulated(files.folder)],
         "settings": shown_settings(files.settings),
         "reasons": reasons(run),
         "histograms": None if run.completions is None else of_completions(run.completions),
@@ -108,6 +109,12 @@ def facts(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
         "beta": settings.get("beta"),
     }  # fmt: skip
     return [(label, str(value)) for label, value in named.items() if value not in (None, "")]
+
+
+def simulated(folder: Path) -> list[tuple[str, str]]:
+    """Return what drafts would have saved, if `simulate-drafts` has counted it in this run."""
+    saved = saved_steps(folder)
+    return [] if saved is None else [("decode steps that drafts would save", saved)]
 
 
 def shown_settings(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -10,6 +10,8 @@ import pytest
 
 from swift_megatron_grpo.cli.main import main
 from swift_megatron_grpo.output.recording.rows import sealed
+from swift_megatron_grpo.output.report.contents import contents, load
+from swift_megatron_grpo.output.report.simulated_drafts import FILE, saved_steps
 
 FIRST, SECOND = "rollout-000000.jsonl", "rollout-000001.jsonl"
 ROW: dict[str, Any] = {"prompt_id": "0-0", "prompt_ids": [1, 2], "completion_ids": list(range(10, 30)),
@@ -52,11 +54,28 @@ def test_the_file_of_numbers_has_every_step(dump: Path, tmp_path: Path) -> None:
     assert [row["tokens"] for row in rows] == [60] * 5
 
 
-def test_the_output_dir_of_a_run_leads_to_its_dump(dump: Path, tmp_path: Path) -> None:
+def test_the_output_dir_of_a_run_leads_to_its_dump_and_gets_the_numbers(dump: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "args.json").write_text(json.dumps({"rollout_dump": str(dump)}))
-    assert main(["simulate-drafts", str(run)]) == 0
+    assert saved_steps(run) is None
+    assert main(["simulate-drafts", str(run), "--rollouts", "1", "--depths", "1", "4"]) == 0
+    assert saved_steps(run) == "45% with 1, 75% with 4"  # 11 and 5 of 20 steps
+    [shown] = contents(load([run]), "now")["runs"]
+    assert ("decode steps that drafts would save", "45% with 1, 75% with 4") in shown["facts"]
+    assert not (dump / FILE).exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{}", "[]", "[1]", '[{"depth": 1, "steps": 3}]', '[{"depth": 0, "steps": 0}, {"depth": 1, "steps": 3}]',
+     '[{"depth": 0, "steps": 4}, {"depth": "<b>", "steps": 3}]',
+     '[{"depth": 0, "steps": 4}, {"depth": 1, "steps": NaN}]',
+     '[{"depth": 0, "steps": 4}, {"depth": 1, "steps": true}]', "[" * 10**5, "\x00"],
+)  # fmt: skip
+def test_a_report_leaves_out_numbers_that_are_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / FILE).write_text(content)
+    assert saved_steps(tmp_path) is None
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
