@@ -35,6 +35,7 @@ from .settings import TEMPLATE, Paths, Settings, command_of
 
 PAGE, CHART, README = Path("docs/learning.md"), Path("docs/learning.svg"), Path("README.md")
 IN_README = ("<!-- curves -->\n", "<!-- end of curves -->\n")
+CAPTION = f"SmolLM2-135M-Instruct learns sums: [rewards and held-out accuracy of each trainer]({PAGE}).\n"
 NOT_RUN = "not run yet"
 SEEDS = (1, 2, 3)
 INTRODUCTION = f"""\
@@ -66,9 +67,9 @@ METHOD = f"""\
   make the same tokens. TRL and verl use the model's own. `python -m benchmarks.learn data` checks every row.
 * Accuracy: the share of {HELD_OUT} held-out problems that are solved greedily. One program measures the weights that
   each trainer saves, with vLLM in bf16. Tokenizer and template are those of the model before training.
-* Seconds: the runs of the curves share GPUs, so each trainer is timed in other runs of {TIMED_STEPS} steps with equal
-  settings, one at a time on a GPU and all its cores. *A step* is their median without the first step, start and saving;
-  the seconds of the curves are steps times that.
+* Seconds: the runs of the curves share GPUs, so each trainer is timed in other runs with equal settings. They have
+  {TIMED_STEPS} steps, a GPU and all its cores. *A step* is their median without the first step, start and saving. The
+  seconds of the curves are steps times that.
 """
 CHOOSING = f"""\
 ## Learning rate and group size
@@ -87,7 +88,8 @@ DIFFERENCES = """\
   all at once where it is timed, and a quarter where runs share a GPU.
 * Weight decay is 0, because trainers differ in the parameters that they exempt.
 * Seeds: each trainer shuffles prompts in its own way. verl gets the seed for its data and for vLLM, and TRL does not
-  pass it to vLLM.
+  pass it to vLLM. ms-swift's `--data_seed` keeps its default, so in both Megatron trainers all seeds have the prompts
+  in the same order. Their windows rise and fall together, and their bands are narrower than those of TRL and verl.
 * TRL's correction for the difference between vLLM and the trainer is off, because the other trainers have none by
   default.
 * The authors of TRL and verl have not reviewed these settings.
@@ -106,7 +108,7 @@ def of_repository(repository: Path) -> dict[Path, str]:
         raise ValueError(f"learn: the repository has {len(choices)} files {CHOICE}; keep one")
     timed = read_runs(repository, TIMED_FILES)
     written = files(read_runs(repository), timed, choices[0] if choices else None)
-    image = f"[![Learning curves]({CHART})]({PAGE})\n" if CHART in written else ""
+    image = f"[![Learning curves]({CHART})]({PAGE})\n\n{CAPTION}" if CHART in written else ""
     return written | {README: with_table((repository / README).read_text(), IN_README, image)}
 
 
@@ -233,5 +235,5 @@ def _commands(arms: Mapping[str, list[Run]], settings: Settings) -> str:
         flags = " ".join(given).replace(f"{REPOSITORY}/", "")
         wrapped = fill(flags, 118, break_long_words=False, break_on_hyphens=False)
         versions = ", ".join(f"{name} {version}" for run in arms[arm][:1] for name, version in run["versions"].items())
-        text += f"\n### {NAMES[arm]}\n\n```\n{wrapped}\n```\n\nVersions: {versions or NOT_RUN}.\n"
+        text += f"\n### {NAMES[arm]}\n\n```\n{wrapped}\n```\n\n```\n{fill(versions, 118) or NOT_RUN}\n```\n"
     return text
