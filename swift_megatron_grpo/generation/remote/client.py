@@ -1,7 +1,6 @@
-"""HTTP client of one rollout server. It ignores proxy variables, because servers are on the local network."""
+"""HTTP client of one rollout server."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -15,38 +14,19 @@ from swift_megatron_grpo.generation.protocol.messages import (
     ServerStatus,
     unpacked_logprobs,
 )
+from swift_megatron_grpo.runtime.http import (
+    SHOWN,
+    InvalidResponse,
+    Refused,
+    Unreachable,
+    json_object,
+    open_session,
+    respond,
+)
 from swift_megatron_grpo.weights.transport.held_weights import WorkerWeights
 from swift_megatron_grpo.weights.transport.rendezvous import Rendezvous
 
 T = TypeVar("T")
-_SHOWN = 1000  # characters of a server's reason
-_MOST_OF_REASON = 2**20  # bytes that are read of it
-
-
-class ServerFailure(Exception):
-    """A request to the server failed."""
-
-
-class Unreachable(ServerFailure):
-    """Connecting to the server failed, or the connection broke."""
-
-
-class RequestTimeout(Unreachable):
-    """The server sent no response in time; it may be alive."""
-
-
-class InvalidResponse(ServerFailure):
-    """The server sent a response that it cannot have meant: invalid JSON, other types, impossible values."""
-
-
-class Refused(ServerFailure):
-    """The server is alive and rejected the request."""
-
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(f"HTTP {status}: {reason}")
-        self.status = status
-
-
 Accept = Callable[[int, Completion | Refused], None]  # receives a request's place in its batch
 
 
@@ -133,16 +113,8 @@ class Client:
         self, method: str, route: str, timeout: float, body: dict[str, Any]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send a request. Raise ServerFailure unless the server accepts it and the response arrives completely."""
-        limit = aiohttp.ClientTimeout(total=timeout)
-        try:
-            async with self._session.request(method, self.url + route, timeout=limit, **body) as response:
-                if response.status != 200:
-                    raise Refused(response.status, await _reason(response))
-                yield response
-        except TimeoutError as error:
-            raise RequestTimeout(f"no response within {timeout:.0f} s") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise Unreachable(f"{type(error).__name__}: {error}") from error
+        async with respond(self._session, method, self.url + route, timeout, body) as response:
+            yield response
 
 
 class ImageUploads:
@@ -178,16 +150,6 @@ def _read(what: str, convert: Callable[[dict[str, Any]], T], body: dict[str, Any
         raise InvalidResponse(f"{what} cannot be read: {type(error).__name__}: {error}") from error
 
 
-def json_object(text: str) -> dict[str, Any]:
-    try:
-        body = json.loads(text)
-    except (ValueError, RecursionError):
-        raise InvalidResponse(f"its response is not valid JSON: {text[:100]!r}") from None
-    if not isinstance(body, dict):
-        raise InvalidResponse(f"its response is not a JSON object: {text[:100]!r}")
-    return body
-
-
 def _parse_line(line: bytes, missing: Collection[int]) -> tuple[int, Completion | Refused]:
     """Return the place of a request in its batch, and its completion or refusal."""
 
@@ -197,32 +159,11 @@ def _parse_line(line: bytes, missing: Collection[int]) -> tuple[int, Completion 
             raise ValueError(f"no request has place {place!r:.100}")
         if "completion" in message:
             return place, Completion.from_json(message["completion"])
-        return place, Refused(int(message["status"]), str(message["detail"])[:_SHOWN])
+        return place, Refused(int(message["status"]), str(message["detail"])[:SHOWN])
 
     return _read("its completion", parse, json_object(line.decode(errors="replace")))
 
 
-async def start_of(response: aiohttp.ClientResponse, most: int) -> bytes:
-    """Return the first bytes of a response, which may have any size."""
-    content = b""
-    async for chunk in response.content.iter_any():
-        content += chunk
-        if len(content) >= most:
-            break
-    return content[:most]
-
-
-async def _reason(response: aiohttp.ClientResponse) -> str:
-    text = (await start_of(response, _MOST_OF_REASON)).decode(errors="replace")
-    try:
-        return str(json_object(text)["detail"])[:_SHOWN]
-    except (InvalidResponse, KeyError):
-        return text[:_SHOWN]
-
-
 def make_session(api_key: str | None, run: RunIdentity) -> aiohttp.ClientSession:
     """Create a session; call this inside the event loop that will use it."""
-    headers = run.headers | ({} if api_key is None else {"Authorization": f"Bearer {api_key}"})
-    # One connection per completion in flight. None is kept alive: a server may close one just as it is reused.
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    return aiohttp.ClientSession(headers=headers, connector=connector, trust_env=False)
+    return open_session(run.headers, api_key)

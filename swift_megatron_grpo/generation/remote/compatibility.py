@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 
 from swift_megatron_grpo.generation.protocol.messages import PROTOCOL, ConversationSettings, ServerStatus
-from swift_megatron_grpo.generation.remote.client import Refused
+from swift_megatron_grpo.runtime.http import Refused
 from swift_megatron_grpo.settings.config import ServerConfig
 from swift_megatron_grpo.settings.servers import RemoteTurnsConfig
 from swift_megatron_grpo.weights.load.quantization import mismatch

@@ -14,7 +14,6 @@ from swift.utils import get_logger
 
 from swift_megatron_grpo.generation import interface
 from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS, SERVER_UNUSABLE
-from swift_megatron_grpo.generation.remote.client import Refused, ServerFailure
 from swift_megatron_grpo.generation.remote.compatibility import conflicts_between, notes_on, refusal
 from swift_megatron_grpo.generation.remote.generation import RemoteGeneration
 from swift_megatron_grpo.generation.remote.servers import (
@@ -26,6 +25,7 @@ from swift_megatron_grpo.generation.remote.servers import (
     do_nothing,
 )
 from swift_megatron_grpo.generation.remote.weight_sender import WeightConnection, WeightSender
+from swift_megatron_grpo.runtime.http import Refused, ServerFailure
 from swift_megatron_grpo.settings.config import SamplingConfig, ServerConfig
 from swift_megatron_grpo.types import ScoredText
 from swift_megatron_grpo.weights.transport.buckets import NamedWeights

@@ -31,7 +31,7 @@ from swift_megatron_grpo.generation.protocol.messages import (
     SERVER_UNUSABLE,
     Completion,
 )
-from swift_megatron_grpo.generation.remote.client import Accept, Refused, RequestTimeout, ServerFailure
+from swift_megatron_grpo.generation.remote.client import Accept
 from swift_megatron_grpo.generation.remote.completion_checks import problem_of
 from swift_megatron_grpo.generation.remote.dispatcher import Dispatcher, LostRequests
 from swift_megatron_grpo.generation.remote.servers import MAX_ATTEMPTS, EventLoopThread, Server, Servers
@@ -42,6 +42,7 @@ from swift_megatron_grpo.generation.requests import (
     to_rollout,
     without_media,
 )
+from swift_megatron_grpo.runtime.http import Refused, RequestTimeout, ServerFailure
 from swift_megatron_grpo.settings.config import SamplingConfig
 from swift_megatron_grpo.types import Prompt, Rollout
 

@@ -21,18 +21,11 @@ from swift.utils import get_logger
 
 from swift_megatron_grpo.generation.interface import AnsweredRequest
 from swift_megatron_grpo.generation.protocol import messages
-from swift_megatron_grpo.generation.remote.client import (
-    Client,
-    ImageUploads,
-    InvalidResponse,
-    Refused,
-    RequestTimeout,
-    ServerFailure,
-    make_session,
-)
+from swift_megatron_grpo.generation.remote.client import Client, ImageUploads, make_session
 from swift_megatron_grpo.generation.remote.compatibility import problems_of, unreachable
 from swift_megatron_grpo.generation.remote.weight_sender import WeightConnection
 from swift_megatron_grpo.runtime.failures import SharedFailure
+from swift_megatron_grpo.runtime.http import InvalidResponse, Refused, RequestTimeout, ServerFailure
 from swift_megatron_grpo.settings.config import ServerConfig
 
 T = TypeVar("T")

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import aiohttp
 
-from swift_megatron_grpo.generation.remote.client import (
-    Client,
-    InvalidResponse,
-    Refused,
-    ServerFailure,
-    Unreachable,
-    json_object,
-    start_of,
-)
 from swift_megatron_grpo.runtime.failures import SharedFailure
+from swift_megatron_grpo.runtime.http import (
+    InvalidResponse,
+    ServerFailure,
+    limited_object,
+    open_session,
+    repeated,
+    served_model,
+)
 
 T = TypeVar("T")
 _AT_ONCE = 64  # requests in flight
 _BYTES_PER_TOKEN = 2000  # of a response, at most: an entry takes some 100
-_PAUSES = (0.5, 1.0, 2.0, 5.0)  # seconds before each new try; the last one is repeated
-_PASSING = (408, 429, 500, 502, 503, 504)  # HTTP statuses of a server that is busy or starts
 _SCATTER = 0.02  # nats: mean difference of two scores of one text
 _HIGHEST = 1e-3  # a log-prob is at most 0, up to rounding
 
@@ -90,29 +86,15 @@ class TeacherServer:
             raise failures.exceptions[0] from failures
 
     async def _with_client(self, ask: Callable[[_TeacherClient], Awaitable[T]]) -> T:
-        headers = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        async with aiohttp.ClientSession(headers=headers, connector=connector, trust_env=False) as session:
+        async with open_session({}, self.api_key) as session:
             return await ask(_TeacherClient(self.url, session))
 
     async def _tried(self, ask: Callable[[float], Awaitable[T]]) -> T:
         """Repeat a request that may succeed later, until the time limit."""
-        end, tries = time.monotonic() + self.timeout, 0
-        while True:
-            try:
-                return await ask(max(end - time.monotonic(), 0.1))
-            except ServerFailure as problem:
-                may_pass = isinstance(problem, Unreachable) or (
-                    isinstance(problem, Refused) and problem.status in _PASSING
-                )
-                pause = _PAUSES[min(tries, len(_PAUSES) - 1)]
-                if not may_pass:
-                    raise self._failure(str(problem)) from problem
-                if time.monotonic() + pause >= end:
-                    late = f"after {tries + 1} tries in {self.timeout:g} s (--teacher_timeout)"
-                    raise self._failure(f"{late}: {problem}") from problem
-            tries += 1
-            await asyncio.sleep(pause)
+        try:
+            return await repeated(ask, self.timeout, "--teacher_timeout")
+        except ServerFailure as problem:
+            raise self._failure(str(problem)) from problem
 
     def _failure(self, problem: str) -> TeacherFailure:
         return TeacherFailure(
@@ -121,31 +103,26 @@ class TeacherServer:
         )
 
 
-class _TeacherClient(Client):
+@dataclass(frozen=True, slots=True)
+class _TeacherClient:
     """The routes of OpenAI that a teacher needs, as vLLM has them."""
 
+    url: str
+    session: aiohttp.ClientSession
+
     async def model(self, timeout: float) -> str:
-        return str((await self._served(timeout))["id"])
+        return str((await served_model(self.session, self.url, timeout))["id"])
 
     async def longest(self, timeout: float) -> int | None:
         """Return the tokens of the longest sequence; None: it does not say."""
-        longest = (await self._served(timeout)).get("max_model_len")
+        longest = (await served_model(self.session, self.url, timeout)).get("max_model_len")
         return longest if isinstance(longest, int) else None
-
-    async def _served(self, timeout: float) -> dict[str, Any]:
-        body = await self._limited("GET", "/v1/models", timeout, 2**20, {})
-        try:
-            [served, *_] = body["data"]
-            if not isinstance(served["id"], str):
-                raise TypeError("its id is not a text")
-        except (LookupError, TypeError, ValueError) as error:
-            raise InvalidResponse(f"its list of models cannot be read: {type(error).__name__}: {error}") from error
-        return dict(served)
 
     async def score(self, model: str, tokens: Sequence[int], timeout: float) -> Scored:
         request = {"model": model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         most = 2**16 + _BYTES_PER_TOKEN * len(tokens)
-        body = await self._limited("POST", "/v1/completions", timeout, most, {"json": request})
+        address, content = self.url + "/v1/completions", {"json": request}
+        body = await limited_object(self.session, "POST", address, timeout, most, content)
         try:
             entries = body["choices"][0]["prompt_logprobs"]
             if not isinstance(entries, list) or len(entries) != len(tokens):
@@ -158,16 +135,6 @@ class _TeacherClient(Client):
             reason = f"{type(error).__name__}: {error}"
             raise InvalidResponse(f"its prompt_logprobs cannot be read: {reason[:300]}") from error
         return Scored(logprobs, [text if isinstance(text, str) else None for text in texts])
-
-    async def _limited(
-        self, method: str, route: str, timeout: float, most: int, body: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Send a request and read a response of at most this many bytes."""
-        async with self._response(method, route, timeout, body) as response:
-            content = await start_of(response, most + 1)
-        if len(content) > most:
-            raise InvalidResponse(f"its response to {route} has more than {most} bytes")
-        return json_object(content.decode(errors="replace"))
 
 
 def _checked(value: Any) -> float:

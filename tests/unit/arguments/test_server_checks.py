@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from swift_megatron_grpo.generation.protocol.messages import PROTOCOL, Completion, ConversationSettings, ServerStatus
-from swift_megatron_grpo.generation.remote.client import Refused
 from swift_megatron_grpo.generation.remote.compatibility import notes_on, problems_of, refusal
+from swift_megatron_grpo.runtime.http import Refused
 from swift_megatron_grpo.settings.config import ServerConfig
 from swift_megatron_grpo.settings.servers import Engine, Servers
 from tests.unit.settings.flags import faults, of

@@ -10,14 +10,8 @@ import pytest
 from aiohttp import web
 
 from swift_megatron_grpo.generation.protocol.messages import PROTOCOL, Routes, RunIdentity
-from swift_megatron_grpo.generation.remote.client import (
-    Client,
-    InvalidResponse,
-    Refused,
-    RequestTimeout,
-    Unreachable,
-    make_session,
-)
+from swift_megatron_grpo.generation.remote.client import Client, make_session
+from swift_megatron_grpo.runtime.http import InvalidResponse, Refused, RequestTimeout, Unreachable
 
 RUN = RunIdentity("a run", "a secret")
 

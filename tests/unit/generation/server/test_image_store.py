@@ -13,9 +13,10 @@ from PIL import Image
 
 from swift_megatron_grpo.data.images import check_sent
 from swift_megatron_grpo.generation.protocol.messages import MISSING_IMAGES, Routes
-from swift_megatron_grpo.generation.remote.client import ImageUploads, Refused
+from swift_megatron_grpo.generation.remote.client import ImageUploads
 from swift_megatron_grpo.generation.server.engine_process import ImageStore, MissingImages
 from swift_megatron_grpo.generation.server.schema import SCHEMAS, ContentLimits, InvalidBody, parse
+from swift_megatron_grpo.runtime.http import Refused
 
 LIMITS = ContentLimits(
     nesting=16, messages=8, prompt_characters=2000, max_model_len=256, vocab_size=300, accepts_media=True, images=2
