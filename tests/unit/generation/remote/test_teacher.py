@@ -57,6 +57,7 @@ class Peer(ThreadingHTTPServer):
     """A server with planned replies; once they are used up, it gives good ones."""
 
     daemon_threads = True
+    request_queue_size = 128  # connections that wait; by default 5, and 64 come at once
     longest: Any = 100
 
     def __init__(self) -> None:
