@@ -24,7 +24,7 @@ PAGE = REPOSITORY / "docs" / "flags.md"
 # The classes of settings/ whose flags a section has.
 AREAS = {
     "Start, stop and time limits": ("Check", "TimeLimits", "Trace", "Warnings"),
-    "Rewards and evaluation": ("Rewards", "Evaluation"),
+    "Rewards and evaluation": ("Rewards", "RewardModels", "Evaluation"),
     "Algorithm": ("Algorithm", "LossConfig", "Kl", "Routing"),
     "Data": ("Data",),
     "Batches and speed": ("MicroBatches", "Kernels", "Offloading"),

@@ -31,6 +31,7 @@ from swift_megatron_grpo.settings.modules import module_paths
 from swift_megatron_grpo.settings.parallel import Parallel
 from swift_megatron_grpo.settings.recording import Recording
 from swift_megatron_grpo.settings.reference import Reference
+from swift_megatron_grpo.settings.reward_models import RewardModels
 from swift_megatron_grpo.settings.rewards import Rewards
 from swift_megatron_grpo.settings.sampling import Evaluation, Sampling
 from swift_megatron_grpo.settings.servers import Servers
@@ -182,8 +183,8 @@ class DerivedArguments(AddedFlags):
 
     @property
     def reward_names(self) -> tuple[str, ...]:
-        """The names of the reward functions in logs: as typed, and each of them once."""
-        names = list(map(_reward_name, self.reward_funcs))
+        """The names of reward functions and models in logs: as typed, and each of them once."""
+        names = [*map(_reward_name, self.reward_funcs), *(model.name for model in self.of(RewardModels).all)]
         return numbered([*names, gym_reward.__name__] if self.of(Rewards).by_environment else names)
 
     # ---- evaluation

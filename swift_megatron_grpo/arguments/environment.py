@@ -29,6 +29,7 @@ from swift.rollout import MultiTurnScheduler, envs, multi_turns
 from swift.template import TEMPLATE_MAPPING
 from swift.utils import import_external_file
 
+from swift_megatron_grpo.arguments import reward_models
 from swift_megatron_grpo.arguments.derived import DerivedArguments, as_list
 from swift_megatron_grpo.data.checks import refuse_rows, without_row_numbers
 from swift_megatron_grpo.data.files import DATA_SUFFIXES, fault_of_name
@@ -134,9 +135,10 @@ def import_plugin(flag: str, file: str, load: Callable[[str], object]) -> None:
 def check_reward_registry(args: DerivedArguments) -> None:
     """Check names of reward functions; skipped while the servers' part in grading is unknown."""
     rewards = args.of(Rewards)
-    is_graded = bool(args.reward_funcs) or not (rewards.by_environment or args.of(Teacher).exists)
+    is_graded = bool(args.reward_funcs) or not (rewards.models.all or rewards.by_environment or args.of(Teacher).exists)
     if not rewards.by_servers and is_graded:
         check_reward_functions(args.reward_funcs, orms)
+    reward_models.check_plugins(rewards.models)
 
 
 def check_reward_functions(names: Sequence[Any], known: Mapping[str, Any]) -> None:
@@ -179,7 +181,7 @@ def _check_reward_class(name: str, entry: type) -> None:
 
 
 def create_reward_functions(args: DerivedArguments) -> list[Callable[..., Any]]:
-    """Create the objects of --reward_funcs; their __init__ may raise anything."""
+    """Create the objects of --reward_funcs and --reward_model; their __init__ may raise anything."""
     functions: list[Callable[..., Any]] = []
     for function in args.reward_funcs:
         try:
@@ -189,7 +191,7 @@ def create_reward_functions(args: DerivedArguments) -> list[Callable[..., Any]]:
                 f"--reward_funcs {function}: creating it raises {type(error).__name__}: {error}; correct its __init__, "
                 f"or use another one of {', '.join(sorted(orms))}"
             ) from error
-    return functions
+    return [*functions, *reward_models.create_servers(args)]
 
 
 def faults_of_columns(names: Sequence[Any] | None, dataset: Any) -> Faults:

@@ -54,7 +54,6 @@ NOT_YET: Mapping[str, Refusal] = {
     "use_vllm": Refusal((True,), "completions come from vLLM", stock=False),
     "move_model_batches": Refusal((None,), "weights are sent to vLLM one tensor at a time", stock=False),
     # rewards, teacher, reference
-    **_all("reward_model reward_model_plugin", (None,), "reward models are not supported yet", stock=False),
     "teacher_model_revision": Refusal((None,), "ms-swift's Megatron does not read it", stock=False),
     "sync_ref_model": Refusal((False,), "the reference policy is never updated", stock=False),
     "mcore_ref_adapter": Refusal((None,), "the reference adapter is read from safetensors, with --ref_adapters"),
@@ -114,6 +113,7 @@ READ_WITH: tuple[tuple[str, Callable[[Mapping[str, Any]], bool], str], ...] = (
         "teacher_kl_coef",
     ),
     ("--teacher_model_server", lambda run: run["teacher_model_server"] is not None, "teacher_timeout"),
+    ("--reward_model", lambda run: run["reward_model"] is not None, "reward_model_plugin reward_model_timeout"),
     ("--dynamic_sample true", lambda run: run["dynamic_sample"], "max_resample_times"),
     (
         "--rollout_importance_sampling_mode", lambda run: run["rollout_importance_sampling_mode"] is not None,

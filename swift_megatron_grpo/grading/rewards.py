@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
@@ -102,6 +102,14 @@ def reward_columns(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
         counts[prompt.prompt_id] += 1
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
+
+
+def rows_of(columns: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """Return the row of every completion, from the keyword arguments of reward functions."""
+    lists = {name: values for name, values in columns.items() if name != "trainer_state"}
+    return [
+        {name: values[place] for name, values in lists.items() if values[place] is not None} for place in range(count)
+    ]
 
 
 def columns_needed(function: type[Any]) -> list[str]:

@@ -17,6 +17,7 @@ sampling.py      sampling in training and in evaluation, lengths
 servers.py       vLLM here or behind servers
 asynchronous.py  generation ahead of training
 rewards.py       weights of rewards, and who grades
+reward_models.py  models that grade
 algorithm.py     advantages, KL in the reward, dynamic sampling
 losses.py        the loss and its parts: SAPO, FIPO, rollout correction, KL
 optimizer.py     learning rate, weight decay, optimizer

@@ -6,6 +6,7 @@ import math
 from typing import Annotated, Literal
 
 from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, flag, rule
+from swift_megatron_grpo.settings.reward_models import RewardModels
 from swift_megatron_grpo.settings.servers import Servers
 
 BadRewardPolicy = Literal["stop", "drop"]
@@ -25,6 +26,7 @@ class Rewards(Flags):
     soft_cache_length: Annotated[int | None, AtLeast(1, use=128, why="soft_overlong divides by it")]
     soft_max_length: Annotated[int | None, AtLeast(2, use=1024)]
     max_completion_length: int
+    models: RewardModels
     servers: Servers
 
     @property
@@ -59,15 +61,16 @@ class Rewards(Flags):
 
     @rule
     def there_is_a_weight_for_each_function(self) -> Faults:
-        weights, functions = self.reward_weights, len(self.servers.reward_funcs) + self.by_environment
+        weights, functions = self.reward_weights, len(self.servers.reward_funcs) + len(self.models.all)
         if weights is None or self.by_servers:
             return
         typed = f"--reward_weights {' '.join(f'{weight:g}' for weight in weights)}"
         advice = f"use --reward_weights {' '.join('1' for _ in weights)}, or leave it out"
+        functions += self.by_environment
         if len(weights) != functions:
             yield (
-                f"reward_weights has {len(weights)} values for {functions} reward functions; set --reward_weights to "
-                "one value for each, or leave it out"
+                f"reward_weights has {len(weights)} values for {functions} reward functions and models; set "
+                "--reward_weights to one value for each, or leave it out"
             )
         elif not all(map(math.isfinite, weights)):
             yield f"{typed}: weights must be finite numbers; {advice}"

@@ -49,6 +49,7 @@ class Servers(Flags):
     gym_env: str | None
     use_gym_env: bool | None
     reward_funcs: list[Any]
+    reward_model: list[str] | None
     rollout_replay: str | None
 
     @rule
@@ -127,7 +128,7 @@ class Servers(Flags):
         flags = ("multi_turn_scheduler", "max_turns", "gym_env", "use_gym_env", "vllm_server_pass_dataset")
         given = {name: getattr(self, name) for name in flags}
         typed = " ".join(f"--{name} {str(v).lower() if v is True else v}" for name, v in given.items() if v) or None
-        if not self.used or (typed is None and self.reward_funcs):
+        if not self.used or (typed is None and (self.reward_funcs or self.reward_model)):
             return None
         return RemoteTurnsConfig(typed, self.multi_turn_scheduler, self.max_turns, self.gym_env)
 

@@ -67,7 +67,7 @@ class Teacher(Flags):
     def is_alone(self) -> bool:
         """True if a run has no rewards: the teacher alone says what is learned."""
         rewards = self.rewards
-        graded = rewards.servers.reward_funcs or rewards.by_environment or rewards.by_servers
+        graded = rewards.servers.reward_funcs or rewards.models.all or rewards.by_environment or rewards.by_servers
         return self.exists and not graded
 
     @rule

@@ -1,6 +1,7 @@
 """The start of a run, before its model loads: checkpoints are checked, servers reached, and the settings made."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -17,6 +18,7 @@ from swift_megatron_grpo.generation.protocol.model_identity import model_identit
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
 from swift_megatron_grpo.generation.remote.teacher import TeacherServer
 from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
+from swift_megatron_grpo.grading.reward_servers import RewardServer
 from swift_megatron_grpo.grading.rewards import RewardFunctions, gym_reward
 from swift_megatron_grpo.loop.checks.canary import CANARY_TEXT
 from swift_megatron_grpo.loop.served_teacher import ServedTeacher
@@ -63,6 +65,8 @@ def start(args: grpo_arguments.GRPOArguments, template: Template) -> Start:
         environments_grade = coordinator.all_gather_or_raise(servers.check, "reaching the rollout servers")
         args.set_grading_of_servers(any(environments_grade))
     settings = to_config.configure(args)
+    if settings.recording.replay is None:  # otherwise rewards are those of the recording
+        _check_reward_servers(functions, coordinator)
     if servers is None and settings.recording.replay is None:
         check_engine_settings(settings.engine)
     if args.of(Rewards).by_environment:
@@ -88,6 +92,18 @@ def _served_teacher(
 
     coordinator.all_gather_or_raise(check, "reaching the teacher's server")
     return ServedTeacher(server, coordinator)
+
+
+def _check_reward_servers(functions: Sequence[Any], coordinator: Coordinator) -> None:
+    """Reach the servers of reward models, from every rank: each asks for the completions that it grades."""
+    servers = [function for function in functions if isinstance(function, RewardServer)]
+
+    def check() -> None:
+        for server in servers:
+            server.check()
+
+    if servers:
+        coordinator.all_gather_or_raise(check, "reaching the reward models' servers")
 
 
 def _check_loaded(args: grpo_arguments.GRPOArguments, template: Template, coordinator: Coordinator) -> None:

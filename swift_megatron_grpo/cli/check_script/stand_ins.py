@@ -148,6 +148,7 @@ def replace_inputs(flags: Flags, folder: Path, servers: Sequence[Flags]) -> tupl
         flags["system"] = ["Answer briefly."]
     flags["external_plugins"], left_out = _import_plugins(flags)
     notes += left_out
+    _replace_reward_models(flags)
     stand_in, made_up = _registry(flags, folder, servers, bool(left_out))
     notes += made_up
     flags["external_plugins"] += stand_in
@@ -177,6 +178,15 @@ def _import_plugins(flags: Flags) -> tuple[list[str], list[str]]:
             else:
                 notes.append(f"--{flag} {path}: left out, because it is not on this machine")
     return plugins, notes
+
+
+def _replace_reward_models(flags: Flags) -> None:
+    """Name a reward function, which will be made up, in place of every reward model: it keeps the model's weight."""
+    for name in [name for name in flags if name.startswith("reward_model_")]:
+        del flags[name]
+    names = [f"reward_model_{place}" for place, _ in enumerate(flags.pop("reward_model", []), start=1)]
+    if names:
+        flags["reward_funcs"] = [*flags.get("reward_funcs", []), *names]
 
 
 def _registry(flags: Flags, folder: Path, servers: Sequence[Flags], plugin_lacks: bool) -> tuple[list[str], list[str]]:

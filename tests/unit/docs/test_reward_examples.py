@@ -1,4 +1,4 @@
-"""The programs of docs/datasets_and_rewards.md run, and do what the page says."""
+"""The programs of docs/datasets_and_rewards.md and docs/reward_models.md run, and do what the pages say."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from swift.dataset import load_dataset
 from swift.infer_engine.protocol import RolloutInferRequest
-from swift.rewards import orms
+from swift.rewards import orms, rm_plugins
 from swift.rollout.gym_env import envs
 from swift.rollout.multi_turn import GYMScheduler
 
@@ -28,9 +28,9 @@ from tests.paths import REPOSITORY
 PAGE = (REPOSITORY / "docs" / "datasets_and_rewards.md").read_text()
 
 
-def program(name: str) -> dict[str, Any]:
+def program(name: str, page: str = PAGE) -> dict[str, Any]:
     """Run a program of the page and return its names."""
-    blocks = [block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if block.startswith(f"# {name}\n")]
+    blocks = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if block.startswith(f"# {name}\n")]
     assert len(blocks) == 1
     names: dict[str, Any] = {}
     exec(compile(blocks[0], name, "exec"), names)
@@ -56,6 +56,17 @@ def test_the_reward_function_scores_skips_and_sees_why_a_completion_ended() -> N
     function = program("rewards.py")["Digits"]()
     answers = [rollout("It is 7", solution="7"), rollout("8", solution="7"), rollout("7", "length", solution="7")]
     assert call(function, [*answers, rollout("7")]) == [1.0, 0.0, 0.0, None]
+
+
+def test_the_judge_of_the_page_asks_about_rows_with_a_solution() -> None:
+    page = (REPOSITORY / "docs" / "reward_models.md").read_text()
+    assert page.count("```python") == 1
+    judge = program("same_answer.py", page)["SameAnswer"]()
+    assert rm_plugins.pop("same_answer") is type(judge)
+    answered = {"messages": [{"role": "assistant", "content": "It is seven."}]}
+    assert judge.request(answered) is None
+    assert "1: 7\n2: It is seven." in judge.request({**answered, "solution": "7"})["messages"][0]["content"]
+    assert [judge.score(text) for text in ("Yes.", "no", "Maybe")] == [1.0, 0.0, None]
 
 
 def test_the_row_of_the_page_is_a_prompt_with_a_column_for_rewards(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.forking.client import run_script
 from tests.paths import REPOSITORY
+from tests.support.runs import values_of
 
 
 def script(name: str, *arguments: object, ok: bool = True) -> subprocess.CompletedProcess[str]:
@@ -234,6 +235,18 @@ def test_a_noun_is_trained_or_held_out_and_its_plural_alone_is_right(tmp_path: P
     assert rewards == [1, 1, 0.5, 0, 0, 0, 0]
 
 
+def test_the_judge_of_the_template_asks_and_reads_the_last_grade() -> None:
+    from swift.rewards import rm_plugins
+    from swift.utils import import_external_file
+
+    import_external_file(str(REPOSITORY / "templates" / "plugins" / "helpful_judge.py"))
+    judge = rm_plugins.pop("helpful")()
+    row = {"messages": [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]}
+    assert judge.request(row)["messages"][0]["content"].endswith("user: 1 + 1?\n\nassistant: 2")
+    texts = ("Grade: 3 at first.\nGrade: 10", "Grade: 0", "Grade: 7.", "Grade: 11", "good")
+    assert [judge.score(text) for text in texts] == [1.0, 0.0, 0.7, None, None]
+
+
 # ---- the shell scripts
 
 
@@ -251,6 +264,7 @@ def test_a_noun_is_trained_or_held_out_and_its_plural_alone_is_right(tmp_path: P
         "templates/dense_server.sh",
         "templates/async_server.sh",
         "templates/opd.sh",
+        "templates/judge.sh",
         "templates/qwen3_5_lora.sh",
         "templates/vl_lora.sh",
         "templates/vl_server.sh",
@@ -293,6 +307,20 @@ def started(folder: Path, template: str, *arguments: str, **environ: str) -> lis
     given = {name: value for name, value in os.environ.items() if name != "NPROC_PER_NODE"}
     given |= {"PATH": f"{folder}:{os.environ['PATH']}", "DATASET": "d", "NPROC_PER_NODE": "", **environ}
     return subprocess.check_output([REPOSITORY / "templates" / template, *arguments], env=given, text=True).splitlines()
+
+
+def test_the_judge_template_names_a_server_and_a_plugin(tmp_path: Path) -> None:
+    _, _, _, *arguments = started(tmp_path, "judge.sh", JUDGE="http://h:1")
+    from swift_megatron_grpo.settings.reward_models import RewardModels
+    from tests.unit.settings.flags import faults, of
+
+    named = values_of(arguments)
+    typed = {name: [str(named[name])] for name in ("reward_model", "reward_model_plugin")}
+    [model] = of(RewardModels, **typed).all
+    assert faults(RewardModels, **typed) == "" and (model.address, model.name, model.is_judge) == (
+        "http://h:1/v1/chat/completions", "helpful", True,
+    )  # fmt: skip
+    assert named["bad_reward"] == "drop"
 
 
 SERVER_TEMPLATES = ["dense_server.sh", "vl_server.sh", "async_server.sh", "moe_server.sh", "qwen3_5_moe_server.sh"]

@@ -103,6 +103,14 @@ def test_a_wrong_name_of_a_scheduler_is_not_replaced(tmp_path: Path) -> None:
     assert replaced["template"] == ["mine"] and "external_plugins" not in replaced
 
 
+def test_a_function_is_made_up_for_every_reward_model(tmp_path: Path) -> None:
+    typed = "--reward_funcs format --reward_model http://h/classify big --reward_model_timeout 9 --reward_weights 1 2 3"
+    replaced, notes = replace_inputs(flags(typed), tmp_path, [])
+    assert replaced["reward_funcs"] == ["format", "reward_model_1", "reward_model_2"]
+    assert replaced["reward_weights"] == ["1", "2", "3"] and not {"reward_model", "reward_model_timeout"} & {*replaced}
+    assert any(note.startswith("--reward_funcs reward_model_2: made-up rewards") for note in notes)
+
+
 def test_inputs_that_are_here_are_kept(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"messages": []}))

