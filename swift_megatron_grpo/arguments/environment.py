@@ -42,6 +42,7 @@ from swift_megatron_grpo.output.checkpoints.sources import check_optimizer_state
 from swift_megatron_grpo.output.recording import folder as recording
 from swift_megatron_grpo.settings.flag import Faults, as_typed, faults_of, raise_faults
 from swift_megatron_grpo.settings.recording import Recording
+from swift_megatron_grpo.settings.reward_models import RewardModels
 from swift_megatron_grpo.settings.rewards import Rewards
 from swift_megatron_grpo.settings.sampling import Evaluation
 from swift_megatron_grpo.settings.teacher import Teacher
@@ -181,7 +182,7 @@ def _check_reward_class(name: str, entry: type) -> None:
 
 
 def create_reward_functions(args: DerivedArguments) -> list[Callable[..., Any]]:
-    """Create the objects of --reward_funcs and --reward_model; their __init__ may raise anything."""
+    """Create the objects of --reward_funcs; their __init__ may raise anything."""
     functions: list[Callable[..., Any]] = []
     for function in args.reward_funcs:
         try:
@@ -191,7 +192,7 @@ def create_reward_functions(args: DerivedArguments) -> list[Callable[..., Any]]:
                 f"--reward_funcs {function}: creating it raises {type(error).__name__}: {error}; correct its __init__, "
                 f"or use another one of {', '.join(sorted(orms))}"
             ) from error
-    return [*functions, *reward_models.create_servers(args)]
+    return functions
 
 
 def faults_of_columns(names: Sequence[Any] | None, dataset: Any) -> Faults:
@@ -363,6 +364,9 @@ def _faults_of_paths(args: DerivedArguments) -> Faults:
     for flag in ("model", "ref_model", "teacher_model"):
         if getattr(args, flag) is not None:
             yield from faults_of(check_model_path, getattr(args, flag), flag, args.use_hf)
+    for model in args.of(RewardModels).all:
+        if model.address is None:
+            yield from faults_of(check_model_path, model.typed, "reward_model", args.use_hf)
     for flag in ("dataset", "val_dataset"):
         for typed in as_list(getattr(args, flag)):
             yield from filter(None, [_fault_of_dataset(flag, typed)])

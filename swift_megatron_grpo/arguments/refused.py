@@ -113,7 +113,10 @@ READ_WITH: tuple[tuple[str, Callable[[Mapping[str, Any]], bool], str], ...] = (
         "teacher_kl_coef",
     ),
     ("--teacher_model_server", lambda run: run["teacher_model_server"] is not None, "teacher_timeout"),
-    ("--reward_model", lambda run: run["reward_model"] is not None, "reward_model_plugin reward_model_timeout"),
+    (
+        "--reward_model", lambda run: run["reward_model"] is not None,
+        "reward_model_plugin reward_model_timeout reward_model_type reward_template",
+    ),
     ("--dynamic_sample true", lambda run: run["dynamic_sample"], "max_resample_times"),
     (
         "--rollout_importance_sampling_mode", lambda run: run["rollout_importance_sampling_mode"] is not None,

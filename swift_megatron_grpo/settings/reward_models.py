@@ -1,4 +1,4 @@
-"""Reward models: behind servers, as classifiers or as judges."""
+"""Reward models: in the ranks, or behind servers as classifiers or as judges."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ class RewardModel:
 
     typed: str
     plugin: str
+    type: str | None = None  # ms-swift's types, of a model in the ranks; None: it finds them out
+    template: str | None = None
 
     @property
     def address(self) -> str | None:
@@ -46,6 +48,16 @@ class RewardModels(Flags):
 
     reward_model: list[str] | None
     reward_model_plugin: list[str] | None
+    reward_model_type: list[str] | None = flag(
+        None,
+        "The type of each model of --reward_model in the ranks, as --model_type. Default: found out from its files.",
+        example="qwen3",
+    )
+    reward_template: list[str] | None = flag(
+        None,
+        "The chat template of each model of --reward_model in the ranks, as --template. Default: that of its type.",
+        example="qwen3",
+    )
     reward_model_timeout: Annotated[float, Above(0, use=300)] = flag(
         300.0,
         "Time limit in seconds for the server of a reward model (--reward_model http://...) to score one completion. A "
@@ -58,23 +70,26 @@ class RewardModels(Flags):
     def all(self) -> list[RewardModel]:
         models = self.reward_model or []
         plugins = self.reward_model_plugin or [DEFAULT_PLUGIN] * len(models)
-        return [RewardModel(typed, plugin) for typed, plugin in zip(models, plugins, strict=False)]
+        unknown = [None] * len(models)
+        types, templates = self.reward_model_type or unknown, self.reward_template or unknown
+        return list(map(RewardModel, models, plugins, types, templates))
 
     @rule
-    def each_model_has_a_plugin(self) -> Faults:
-        models, plugins = self.reward_model or [], self.reward_model_plugin
-        if plugins is not None and len(plugins) != len(models):
-            yield (
-                f"--reward_model_plugin has {len(plugins)} values for the {len(models)} of --reward_model; use one for "
-                f"each, such as --reward_model_plugin {' '.join([DEFAULT_PLUGIN] * max(1, len(models)))}"
-            )
+    def each_model_has_its_own_settings(self) -> Faults:
+        count = len(self.reward_model or [])
+        for name in ("reward_model_plugin", "reward_model_type", "reward_template"):
+            values = getattr(self, name)
+            if values is not None and len(values) != count:
+                yield (
+                    f"--{name} has {len(values)} values for the {count} of --reward_model; use one for each, or leave "
+                    "it out"
+                )
 
     @rule
     def servers_have_routes(self) -> Faults:
         for model in self.all:
             typed = f"--reward_model {model.typed}"
             if model.address is None:
-                yield f"{typed}: models in the ranks are not supported yet; use http://HOST:8000{CLASSIFY}"
                 continue
             if urlsplit(model.address).scheme not in ("http", "https") or not urlsplit(model.address).hostname:
                 yield f"{typed} is not the address of a server; use the form http://HOST:8000{CLASSIFY}"

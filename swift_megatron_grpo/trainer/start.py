@@ -13,6 +13,7 @@ from swift.template import Template
 from swift.utils import get_dist_setting, get_logger
 
 from swift_megatron_grpo.arguments import environment, grpo_arguments, resume, teachers, to_config
+from swift_megatron_grpo.arguments.reward_models import create_servers
 from swift_megatron_grpo.generation.local.engine_settings import check_engine_settings
 from swift_megatron_grpo.generation.protocol.model_identity import model_identity
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
@@ -33,6 +34,7 @@ from swift_megatron_grpo.settings.config import CANARY_TOKENS, GRPOConfig
 from swift_megatron_grpo.settings.recording import Recording
 from swift_megatron_grpo.settings.rewards import Rewards
 from swift_megatron_grpo.settings.teacher import Teacher
+from swift_megatron_grpo.trainer.reward_models import create_reward_models
 
 logger = get_logger()
 
@@ -53,6 +55,7 @@ class Start:
 def start(args: grpo_arguments.GRPOArguments, template: Template) -> Start:
     """Check what a run loads and reaches, then fix its settings. Every rank calls it."""
     functions = environment.create_reward_functions(args)  # may fail: first
+    servers_of_models = create_servers(args)
     coordinator = Coordinator(timedelta(seconds=args.ddp_timeout))
     locked = LockedFolders(args.output_dir, args.of(Recording).dump, coordinator)
     _check_loaded(args, template, coordinator)
@@ -66,7 +69,8 @@ def start(args: grpo_arguments.GRPOArguments, template: Template) -> Start:
         args.set_grading_of_servers(any(environments_grade))
     settings = to_config.configure(args)
     if settings.recording.replay is None:  # otherwise rewards are those of the recording
-        _check_reward_servers(functions, coordinator)
+        _check_reward_servers(servers_of_models, coordinator)
+        functions += create_reward_models(args, servers_of_models)
     if servers is None and settings.recording.replay is None:
         check_engine_settings(settings.engine)
     if args.of(Rewards).by_environment:
@@ -94,15 +98,14 @@ def _served_teacher(
     return ServedTeacher(server, coordinator)
 
 
-def _check_reward_servers(functions: Sequence[Any], coordinator: Coordinator) -> None:
+def _check_reward_servers(servers: Sequence[RewardServer | None], coordinator: Coordinator) -> None:
     """Reach the servers of reward models, from every rank: each asks for the completions that it grades."""
-    servers = [function for function in functions if isinstance(function, RewardServer)]
 
     def check() -> None:
-        for server in servers:
+        for server in filter(None, servers):
             server.check()
 
-    if servers:
+    if any(servers):
         coordinator.all_gather_or_raise(check, "reaching the reward models' servers")
 
 

@@ -166,3 +166,11 @@ def test_problems_of_flags_rows_and_rewards_are_errors(folder: Path, dense: Path
     )
     assert "ZeroDivisionError" in problem("--external_plugins", str(plugin), "--reward_funcs", "broken")
     assert not (folder / "unused").exists()
+
+
+def test_a_reward_model_of_the_ranks_is_counted_and_not_loaded(folder: Path, large: Path, dataset: Path) -> None:
+    flags = [*SIZES, "--tuner_type", "lora", "--max_tokens_per_micro_batch", "2560", "--reward_model", str(large)]
+    code, output = check(grpo_flags(large, dataset, folder / "unused", flags), 4)
+    assert code == 0 and "reward      8b: not loaded in a check" in output, output[-4000:]
+    [numbers] = re.findall(r"offloaded weight sync  generation       train\n +0 (.*)\n", output)
+    assert numbers.split()[3] == "16.4"  # 8.19 billion parameters of two bytes, in the column of references

@@ -12,7 +12,7 @@ from swift_megatron_grpo.grading.reward_servers import RewardServer
 from swift_megatron_grpo.grading.rewards import RewardFunctions, call_reward_functions
 from swift_megatron_grpo.settings.reward_models import CLASSIFY, JUDGE, POOLING
 from tests.programs.e2e.judge import Characters
-from tests.support.reward_models import make_classifier, plain_scores
+from tests.support.reward_models import encoded, make_classifier, plain_scores
 from tests.support.runs import CANNED, ON_CPU, PLUGINS, megatron_rlhf, read_json_lines
 from tests.support.servers import VllmServe
 from tests.unit.grading.test_reward_servers import Peer, answer
@@ -52,9 +52,9 @@ def test_a_served_classifier_scores_as_transformers_does(
         [*rollout.prompt.row["messages"], {"role": "assistant", "content": rollout.text}]
         for rollout in make_rollouts(TEXTS)
     ]
-    expected = plain_scores(classifier, conversations)
+    expected = plain_scores(classifier, encoded(classifier, conversations))
     assert len(set(expected)) == len(TEXTS)
-    assert call(server) == pytest.approx(expected, abs=1e-4)
+    assert call(server) == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_real_judge_answers_64_requests_at_once(folder: Path, dense: Path, dataset: Path) -> None:
@@ -113,3 +113,29 @@ def test_a_model_that_fails_ends_the_run_or_costs_completions(
     assert reason in run.output and (run.code == 0) == (policy == "drop"), run.output[-4000:]
     if policy == "drop":
         assert run.log[0]["rewards/dropped"] == 1 and "rewards/dropped" not in run.log[1]
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2"])
+def test_models_of_the_ranks_score_as_transformers_does(
+    folder: Path, dense: Path, dataset: Path, classifier: Path, layout: str
+) -> None:
+    """One is ms-swift's classifier, one has a plugin as in its examples, and one is its generative reward model."""
+    models = [classifier, classifier, dense]
+    flags = [*CANNED, str(PLUGINS / "judge.py"), "--reward_model", *map(str, models), "--reward_template",
+             *["qwen3"] * 3, "--reward_model_plugin", "default", "recorded", "genrm", "--reward_weights",
+             "0", "1", "0", "0.1", "--torch_dtype", "float32", "--fp16", "false", "--log_completions", "true",
+             *LAYOUTS[layout]]  # fmt: skip
+    recorded = folder / f"recorded {layout}"
+    recorded.mkdir()
+    run = megatron_rlhf(dense, dataset, folder / f"local {layout}", 2, flags, {"SCORED": str(recorded)})
+    assert run.code == 0, run.output[-4000:]
+    assert all(step["grad_norm"] > 0 and step["rewards/dense/mean"] == 0 for step in run.log)
+    scored = [line for file in recorded.iterdir() for line in read_json_lines(file)]
+    expected = plain_scores(classifier, [line["tokens"] for line in scored])
+    assert [line["score"] for line in scored] == pytest.approx(expected, abs=1e-6)
+    by_text = {line["text"]: score for line, score in zip(scored, expected, strict=True)}
+    rows = read_json_lines(run.folder / "completions.jsonl")
+    assert len(by_text) == len(scored) == len(rows) == 16  # no completion was scored twice
+    for name in ("classifier", "classifier_2"):
+        values = [row[name] for row in rows]
+        assert values == pytest.approx([by_text[row["completion"]] for row in rows], abs=1e-6)

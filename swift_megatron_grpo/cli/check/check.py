@@ -16,7 +16,7 @@ from swift.utils import get_dist_setting, parse_args
 from swift_megatron_grpo.arguments.command_line import check_typed
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 from swift_megatron_grpo.arguments.start_up_log import start_up_lines
-from swift_megatron_grpo.cli.check.estimate import estimate
+from swift_megatron_grpo.cli.check.estimate import bytes_of_reward_models, estimate
 from swift_megatron_grpo.cli.check.model import read_model
 from swift_megatron_grpo.cli.check.report import report
 from swift_megatron_grpo.cli.check.rows import read_rows, try_rewards
@@ -81,10 +81,10 @@ def check(command_line: Sequence[str]) -> tuple[str, bool]:
     rewards = try_rewards(args, rows, inputs.template)
     graded = all(reward.problem is None for reward in rewards)
     try:
-        model = read_model(args.model_dir)
+        model, graders = read_model(args.model_dir), bytes_of_reward_models(args)
     except ValueError as reason:
         return report(start_up_lines(args), rows, rewards, str(reason), None, gpu), graded
-    result = estimate(args, model, rows, gpu)
+    result = estimate(args, model, rows, gpu, graders)
     text = report(start_up_lines(args), rows, rewards, model, result, gpu)
     return text, graded and result.fits and result.engine_fits
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
+from swift_megatron_grpo.arguments.reward_models import folder_of
 from swift_megatron_grpo.arguments.to_config import configure
 from swift_megatron_grpo.cli.check.micro_batches import fullest, image_tokens_of, micro_batches, saved_by_sharing
-from swift_megatron_grpo.cli.check.model import Model, read_model
+from swift_megatron_grpo.cli.check.model import Model, read_model, shapes_of
 from swift_megatron_grpo.cli.check.rows import Rows
 from swift_megatron_grpo.cli.estimate.activations import Recompute, Tokens
 from swift_megatron_grpo.cli.estimate.advice import Change, Run, engines_that_fit, settings_that_fit
@@ -29,6 +31,7 @@ from swift_megatron_grpo.runtime.gpus import Gpu
 from swift_megatron_grpo.settings.config import GRPOConfig
 from swift_megatron_grpo.settings.layout import Layout
 from swift_megatron_grpo.settings.parallel import faults_of_layout
+from swift_megatron_grpo.settings.reward_models import RewardModels
 
 
 @dataclass(frozen=True)
@@ -48,14 +51,23 @@ class Estimate:
     generation_seconds: float | None  # None: servers generate
 
 
-def estimate(args: GRPOArguments, model: Model, rows: Rows, gpu: Gpu) -> Estimate:
+def bytes_of_reward_models(args: GRPOArguments) -> int:
+    """Return the bytes of the models of --reward_model in every rank. Raises ValueError for unknown classes."""
+    folders = [folder_of(args, one, with_weights=False) for one in args.of(RewardModels).all if one.address is None]
+    item: int = args.torch_dtype.itemsize
+    return item * sum(prod(shape) for folder in folders for shape in shapes_of(folder).values())
+
+
+def estimate(args: GRPOArguments, model: Model, rows: Rows, gpu: Gpu, graders: int = 0) -> Estimate:
+    """Estimate a run whose ranks hold reward models of this many bytes, `graders`."""
     config, gpu_bytes, shape = configure(args), gpu.memory_bytes, args.model_shape
     prompts = _of_step(rows.lengths, config)
     samples = [(prompt + args.max_completion_length, args.max_completion_length) for prompt in prompts]
     plan, largest = micro_batches(config.batch, config.micro_batches, model, samples)
     packed = fullest(plan, largest, config.batch, config.micro_batches, samples)
     longest = max(tokens for tokens, _ in samples)
-    training = replace(_training(args, config, largest, plan, rows), teacher_share=_teacher_share(args, config, model))
+    teacher_share = _teacher_share(args, config, model)
+    training = replace(_training(args, config, largest, plan, rows), teacher_share=teacher_share, graders=graders)
     run = Run(
         tensors=model.tensors,
         decoder=model.decoder,

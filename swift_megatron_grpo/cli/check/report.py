@@ -40,6 +40,8 @@ def _dataset(rows: Rows) -> str:
 def _reward(reward: Reward) -> str:
     scores = ", ".join("none" if score is None else f"{score:g}" for score in reward.scores)
     graded = f"{reward.name}: {scores} for made-up responses, in {reward.seconds:.2f} s"
+    if reward.skipped is not None:
+        return _row("reward", f"{reward.name}: {reward.skipped}")
     return _row("reward", reward.problem or graded)
 
 

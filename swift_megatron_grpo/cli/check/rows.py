@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from swift.megatron.trainers.utils import TrainerState
@@ -11,6 +11,7 @@ from swift.template import Template
 
 from swift_megatron_grpo.arguments.environment import create_reward_functions
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
+from swift_megatron_grpo.arguments.reward_models import create_servers
 from swift_megatron_grpo.data.image_reader import ImageReader
 from swift_megatron_grpo.data.images import encoder_of
 from swift_megatron_grpo.data.prompts import PromptSource
@@ -20,6 +21,7 @@ from swift_megatron_grpo.types import Prompt, Rollout
 
 MOST_ROWS = 256  # that are encoded
 _GRADED_ROWS = 4
+_SECONDS = 30.0  # for the server of a reward model
 _RESPONSE = "A made-up answer of a dry run."
 _SOLUTIONS = ("solution", "answer", "ground_truth", "target")  # columns with a text that is tried as a response
 
@@ -40,6 +42,7 @@ class Reward:
     seconds: float = 0.0
     scores: tuple[float | None, ...] = ()
     problem: str | None = None
+    skipped: str | None = None  # why it was not called
 
 
 def read_rows(args: GRPOArguments, dataset: Any, template: Template) -> Rows:
@@ -59,8 +62,12 @@ def read_rows(args: GRPOArguments, dataset: Any, template: Template) -> Rows:
 
 
 def try_rewards(args: GRPOArguments, rows: Rows, template: Template) -> list[Reward]:
-    """Call every reward function with made-up responses to the first prompts: text, and the row's solution."""
-    functions = create_reward_functions(args)
+    """Call every reward function with made-up responses to the first prompts: text, and the row's solution.
+
+    Models of the ranks are not loaded, and servers get little time: nobody waits for a check.
+    """
+    servers = [server and replace(server, timeout=min(server.timeout, _SECONDS)) for server in create_servers(args)]
+    functions = [*create_reward_functions(args), *servers]
     rollouts = []
     for prompt in rows.prompts[:_GRADED_ROWS]:
         solutions = [prompt.row[name] for name in _SOLUTIONS if isinstance(prompt.row.get(name), str)]
@@ -69,6 +76,9 @@ def try_rewards(args: GRPOArguments, rows: Rows, template: Template) -> list[Rew
             rollouts.append(Rollout(prompt, [], tokens, None, text, "stop", weights_version=0))
     rewards = []
     for name, function in zip(args.reward_names, functions, strict=False):
+        if function is None:
+            rewards.append(Reward(name, skipped="not loaded in a check"))
+            continue
         began = time.monotonic()
         try:
             scores = call_reward_functions(rollouts, RewardFunctions([name], [function]), TrainerState())

@@ -54,6 +54,7 @@ class Training:
     optimizer_on_cpu: float = 0.0  # share
     frozen_reference: bool = False  # a copy of the model for --beta > 0
     teacher_share: float = 0.0  # parameters of a frozen teacher, by those of the model
+    graders: int = 0  # bytes of reward models, which every rank has as a whole
     offload_model: bool = False
     offload_optimizer: bool = False
     offload_grad: bool = False
@@ -160,7 +161,7 @@ def plan_memory(
         dropped = gradients if sleeps and training.offload_grad else 0.0
         moved = optimizer if sleeps and training.offload_optimizer else 0.0
         offloaded = returned + dropped + moved
-        reference = parameters.total * item * (training.frozen_reference + training.teacher_share)
+        reference = parameters.total * item * (training.frozen_reference + training.teacher_share) + training.graders
         activations = (layers.kept + of_tower) * in_flight + rows
         # A vision tower computes before the layers of this micro batch keep something, or after all of it is freed.
         in_backward = max(head, layers.recomputed, in_block - layers.kept)

@@ -23,6 +23,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no host": ({"reward_model": ["http:///classify"]}, "use the form http://HOST:8000/classify"),
     "other scheme": ({"reward_model": ["tcp://h/classify"]}, "is not the address of a server"),
     "plugins": ({"reward_model": [SERVED], "reward_model_plugin": ["default", "a"]}, "has 2 values for the 1 of"),
+    "templates": (
+        {"reward_model": ["a/b", "c"], "reward_template": ["qwen3"]},
+        "--reward_template has 1 values for the 2",
+    ),
     "plugin alone": ({"reward_model_plugin": ["genrm"]}, "has 1 values for the 0 of --reward_model"),
     "no plugin": ({"reward_model": [JUDGED]}, "a judge needs a plugin"),
     "plugin of a classifier": ({"reward_model": [SERVED], "reward_model_plugin": ["a"]}, "returns the score itself"),
@@ -49,9 +53,10 @@ def test_a_run_that_a_model_alone_grades_has_rewards() -> None:
 
 
 def test_models_are_named_by_their_path_or_plugin() -> None:
-    models = of(RewardModels, reward_model=[SERVED, JUDGED], reward_model_plugin=["default", "helpful"]).all
-    assert [model.name for model in models] == ["reward_model", "helpful"]
-    assert [model.address for model in models] == [SERVED, JUDGED.rstrip("/")]
+    typed, plugins = [SERVED, JUDGED, "org/big/"], ["default", "helpful", "genrm"]
+    models = of(RewardModels, reward_model=typed, reward_model_plugin=plugins, reward_template=["a", "b", "c"]).all
+    assert [model.name for model in models] == ["reward_model", "helpful", "big"]
+    assert [model.address for model in models] == [SERVED, JUDGED.rstrip("/"), None] and models[2].template == "c"
 
 
 def test_a_plugin_of_a_judge_asks_and_reads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,5 +64,8 @@ def test_a_plugin_of_a_judge_asks_and_reads(monkeypatch: pytest.MonkeyPatch) -> 
     check_plugins(of(RewardModels, reward_model=[JUDGED], reward_model_plugin=["characters"]))
     with pytest.raises(ValueError, match="GenRMPlugin has no method request, which a judge behind a server needs"):
         check_plugins(of(RewardModels, reward_model=[JUDGED], reward_model_plugin=["genrm"]))
+    check_plugins(of(RewardModels, reward_model=["org/big", "org/big"], reward_model_plugin=["genrm", "default"]))
+    with pytest.raises(ValueError, match="Characters has no method __call__, which a model in the ranks needs; use a"):
+        check_plugins(of(RewardModels, reward_model=["org/big"], reward_model_plugin=["characters"]))
     with pytest.raises(ValueError, match="unknown name 'charakters' in --reward_model_plugin; did you mean characters"):
         check_plugins(of(RewardModels, reward_model=[JUDGED], reward_model_plugin=["charakters"]))
