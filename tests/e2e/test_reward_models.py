@@ -92,9 +92,20 @@ LAYOUTS = {"dp2": [], "tp2": ["--tensor_model_parallel_size", "2"], "pp2": ["--p
 def test_ranks_share_the_completions_that_a_model_scores(
     folder: Path, dense: Path, dataset: Path, peer: Peer, layout: str
 ) -> None:
-    """Two steps have 16 completions, and each of the two ranks tries the server once at the start."""
-    flags = [*CANNED, "--reward_model", peer.caller().address, "--log_completions", "true", *LAYOUTS[layout]]
-    run = megatron_rlhf(dense, dataset, folder / layout, 2, flags, KEY)
+    """Two steps have 16 completions, and each of the two ranks tries the server once at the start.
+
+    There is no reward function: the model alone grades.
+    """
+    place = CANNED.index("--reward_funcs")
+    flags = [
+        *CANNED[:place],
+        *CANNED[place + 2 :],
+        "--reward_model",
+        peer.caller().address,
+        "--log_completions",
+        "true",
+    ]
+    run = megatron_rlhf(dense, dataset, folder / layout, 2, [*flags, *LAYOUTS[layout]], KEY, rewards=False)
     assert run.code == 0, run.output[-4000:]
     assert peer.asked == 16 + 2
     rows = read_json_lines(run.folder / "completions.jsonl")
