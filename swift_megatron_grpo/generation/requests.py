@@ -18,7 +18,8 @@ from swift_megatron_grpo.types import Prompt, Rollout
 def request_config(sampling: SamplingConfig, seed: int | None = None) -> RequestConfig:
     return RequestConfig(
         max_tokens=sampling.max_completion_length, temperature=sampling.temperature, top_p=sampling.top_p,
-        top_k=sampling.top_k, repetition_penalty=sampling.repetition_penalty, stop=list(sampling.stop_words), seed=seed,
+        top_k=sampling.top_k, min_p=sampling.min_p, repetition_penalty=sampling.repetition_penalty,
+        stop=list(sampling.stop_words), seed=seed,
         structured_outputs_regex=sampling.regex, return_details=True, logprobs=sampling.logprobs,
     )  # fmt: skip
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, flag, rule
 
-_NEUTRAL = {"top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
+_NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 class Asynchronous(Flags):
@@ -25,6 +25,7 @@ class Asynchronous(Flags):
     rollout_only: bool
     top_p: float
     top_k: int
+    min_p: float
     repetition_penalty: float
 
     @rule

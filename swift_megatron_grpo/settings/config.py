@@ -31,6 +31,7 @@ class SamplingConfig:
     seed: int | None = None  # every completion has its own seed, derived from this one; None: no seeds
     regex: str | None = None  # that completions match; None: sampled freely
     limits_conversations: bool = False  # max_completion_length is for all turns of a conversation together
+    min_p: float = 0.0  # share of the largest probability, below which tokens are not sampled
     logprobs: bool = True  # completions come with the log-probs of their tokens
 
 

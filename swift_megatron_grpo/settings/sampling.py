@@ -24,6 +24,14 @@ class Sampling(Flags):
     ]
     top_p: Annotated[float, _SHARE]
     top_k: Annotated[int, AtLeast(-1, use=-1, why="-1 and 0 sample from all tokens")]
+    min_p: Annotated[float, Range(0, 0.05, high=1, below_high=True, why="it is a share of the largest probability")] = (
+        flag(
+            0.0,
+            "Sample no token whose probability is below this share of the likeliest token's. ms-swift has the flag in "
+            "its other trainer. Default: 0, all tokens.",
+            example="0.05",
+        )
+    )
     repetition_penalty: Annotated[float, Above(0, use=1.0)]
     max_length: Annotated[
         int | None, Range(2, 2048, high=_MOST_TOKENS, why="prompts are truncated to that many tokens")
@@ -86,6 +94,7 @@ class Sampling(Flags):
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
+            min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
             max_completion_length=self.max_completion_length,
             stop_words=tuple(self.stop_words),

@@ -34,10 +34,12 @@ def test_completions_match_those_of_ms_swifts_engine(dense: Path) -> None:
 @pytest.mark.e2e
 def test_completions_of_a_server_match_ms_swifts_and_cost_less(dense: Path) -> None:
     report = report_of("rollout", "server_engine", dense)
-    for ours, stock in report["pairs"]:  # greedy, seeded, with a stop word
+    for ours, stock in report["pairs"]:  # greedy, seeded, with a stop word, with min_p
         assert ours == stock
+    greedy, likeliest = ([ids for (_, ids, *_), _ in report["pairs"][start : start + 3]] for start in (0, 9))
+    assert likeliest == greedy
     assert [len(ids) for (_, ids, *_), _ in report["pairs"]][:6] == [24, 24, 20] * 2
-    assert "stop" in {reason for (_, _, _, reason, _), _ in report["pairs"][6:]}
+    assert "stop" in {reason for (_, _, _, reason, _), _ in report["pairs"][6:9]}
     assert len({tuple(ids) for _, ids, *_ in report["together"]}) == 8  # each with its own seed
     assert report["encoded"] == 1 and report["kept"] == 0
     assert report["left"] == 0  # in the engine, of 64 that were cancelled

@@ -123,6 +123,7 @@ def distortion_warning(
     penalty = sampling.repetition_penalty
     distorting = [
         (sampling.top_p < 1, f"--top_p {sampling.top_p:g}", "--top_p 1"),
+        (sampling.min_p > 0, f"--min_p {sampling.min_p:g}", "--min_p 0"),
         (sampling.top_k > 0, f"--top_k {sampling.top_k}", "--top_k -1"),
         (penalty != 1, f"--repetition_penalty {penalty:g}", "--repetition_penalty 1"),
         (sampling.regex is not None, f"--structured_outputs_regex {sampling.regex}", "no --structured_outputs_regex"),

@@ -50,7 +50,8 @@ async def compare(model: str) -> dict[str, Any]:
     greedy, seeded = sampling(temperature=0.9, top_k=1), sampling(7, temperature=0.9, top_p=0.9)
     completion_ids = (await ours(make_request(questions[0]), greedy))[1]
     word = engine.tokenizer.decode(completion_ids[2:5])  # a token is one character, so these are three tokens
-    cases = [greedy, seeded, sampling(temperature=0.9, top_k=1, stop=[word])]
+    likeliest = sampling(7, temperature=0.9, min_p=0.999999)  # as good as greedy
+    cases = [greedy, seeded, sampling(temperature=0.9, top_k=1, stop=[word]), likeliest]
     pairs = [
         [await complete(make_request(question), case) for complete in (ours, stock)]
         for case in cases

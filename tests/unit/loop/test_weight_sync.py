@@ -250,12 +250,12 @@ def test_sampling_flags_that_distort_are_named() -> None:
     from dataclasses import replace
 
     gap = completions(lambda values: [value + 0.1 for value in values])
-    sampling = replace(SAMPLING, top_p=0.9, top_k=50, repetition_penalty=1.1)
+    sampling = replace(SAMPLING, top_p=0.9, min_p=0.1, top_k=50, repetition_penalty=1.1)
     check_alignment(gap, rounding=0.01)
     warning = distortion_warning(gap, not_measured, sampling, rounding=0.01) or ""
     assert "0.1 per token" in warning and "(+0.1 with their sign)" in warning
-    assert "--top_p 0.9 and --top_k 50 and --repetition_penalty 1.1" in warning
-    assert "use --top_p 1 --top_k -1 --repetition_penalty 1" in warning
+    assert "--top_p 0.9 and --min_p 0.1 and --top_k 50 and --repetition_penalty 1.1" in warning
+    assert "use --top_p 1 --min_p 0 --top_k -1 --repetition_penalty 1" in warning
     assert distortion_warning(completions(), not_measured, sampling, rounding=0.01) is None
 
 

@@ -51,8 +51,9 @@ def test_sampling_flags_that_distort_log_probs_of_older_weights_are_noted() -> N
         return of(Asynchronous, **{"async_generate": True} | typed).notes()
 
     assert notes() == [] == notes(max_staleness=0, top_p=0.9)
-    [note] = notes(top_p=0.9, top_k=50)
-    assert "with --top_p 0.9 and --top_k 50" in note and note.endswith("use --top_p 1 --top_k -1")
+    [note] = notes(top_p=0.9, top_k=50, min_p=0.1)
+    assert "with --top_p 0.9 and --top_k 50 and --min_p 0.1" in note
+    assert note.endswith("use --top_p 1 --top_k -1 --min_p 0")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from swift_megatron_grpo.arguments.derived import shape_of
+from swift_megatron_grpo.generation.requests import request_config
 from swift_megatron_grpo.settings.layout import unread_window
 from swift_megatron_grpo.settings.sampling import Evaluation, Sampling, rounds_of
 from tests.unit.settings.flags import faults, of
@@ -110,3 +111,9 @@ def test_sequences_longer_than_an_unread_window_are_refused() -> None:
     )
     assert faults(Sampling, shape=shape, **served, max_length=256) == ""
     assert faults(Sampling, shape=shape_of({"model_type": "llama"}, "m"), **local, max_length=None) == ""
+
+
+def test_min_p_reaches_the_requests() -> None:
+    sampling = of(Sampling, min_p=0.1).settings()
+    assert sampling.min_p == request_config(sampling).min_p == 0.1 and of(Sampling).settings().min_p == 0
+    assert "--min_p 1 must be at least 0 and below 1" in faults(Sampling, min_p=1.0)

@@ -139,7 +139,7 @@ def test_a_program_that_cannot_be_read_is_refused_in_a_sentence(
     assert capsys.readouterr().err.startswith(f"convert: {path}: ")
 
 
-NO_COUNTERPART = {"min_p", "chat_template_kwargs", "vllm_structured_outputs_regex", "log_completions_hub_repo"}
+NO_COUNTERPART = {"chat_template_kwargs", "vllm_structured_outputs_regex", "log_completions_hub_repo"}
 
 
 def test_every_field_of_grpo_config_has_a_rule() -> None:
