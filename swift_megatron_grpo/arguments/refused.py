@@ -102,6 +102,10 @@ NOT_YET: Mapping[str, Refusal] = {
 # Flags that only some runs read: what such a run has, its test, and the flags.
 READ_WITH: tuple[tuple[str, Callable[[Mapping[str, Any]], bool], str], ...] = (
     ("--beta above 0", lambda run: run["beta"] != 0, "kl_estimator kl_in_reward"),
+    (
+        "--beta above 0 and --kl_in_reward false", lambda run: run["beta"] != 0 and not run["kl_in_reward"],
+        "use_bias_correction_kl",
+    ),
     ("--kl_target", lambda run: run["kl_target"] is not None, "kl_horizon"),
     (
         "--teacher_model", lambda run: run["teacher_model"] is not None or run["_teacher_use_disable_adapter"],

@@ -97,6 +97,12 @@ class LossConfig(Flags):
     max_completion_length: int = 512
     beta: Annotated[float | None, AtLeast(0, use=0)]
     kl_estimator: KlEstimator | None = None
+    use_bias_correction_kl: bool = flag(
+        False,
+        "Multiply the KL in the loss by the importance ratio of its token, as DeepSeek-V3.2 does: its value and its "
+        "gradient then are those of the current policy's KL, although an older policy has sampled the tokens. It is "
+        "TRL's flag. Default: false, as in ms-swift.",
+    )
     teacher_kl_coef: float = 1.0
     sapo: Sapo = field(default_factory=Sapo)
     fipo: Fipo = field(default_factory=Fipo)

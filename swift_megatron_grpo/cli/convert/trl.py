@@ -107,10 +107,10 @@ TRL = Table(
             max_grad_norm:clip_grad save_total_limit run_name:wandb_exp_name
             eval_on_start:eval_before_train logging_dir:tensorboard_dir num_generations num_generations_eval
             max_prompt_length:max_length max_completion_length temperature top_p repetition_penalty num_iterations
-            beta epsilon epsilon_high delta importance_sampling_level reward_weights top_entropy_quantile
-            sapo_temperature_neg:tau_neg sapo_temperature_pos:tau_pos mask_truncated_completions:overlong_filter
-            off_policy_mask_threshold:off_policy_sequence_mask_delta log_completions
-            log_unique_prompts:wandb_log_unique_prompts vllm_mode vllm_server_base_url vllm_server_host
+            beta use_bias_correction_kl epsilon epsilon_high delta importance_sampling_level reward_weights
+            top_entropy_quantile sapo_temperature_neg:tau_neg sapo_temperature_pos:tau_pos
+            mask_truncated_completions:overlong_filter off_policy_mask_threshold:off_policy_sequence_mask_delta
+            log_completions log_unique_prompts:wandb_log_unique_prompts vllm_mode vllm_server_base_url vllm_server_host
             vllm_server_port vllm_server_timeout vllm_gpu_memory_utilization vllm_tensor_parallel_size
             vllm_max_model_length:vllm_max_model_len vllm_max_model_len"""),
         "shuffle_dataset": "dataset_shuffle train_dataloader_shuffle",
@@ -133,7 +133,7 @@ TRL = Table(
         "scale_rewards": values_of("scale_rewards", "group batch none true:group false:none"),
         "multi_objective_aggregation": choice({"sum_then_normalize": {}}),
         "sync_ref_model": choice({"false": {}}, "the reference policy is never updated"),
-        **each("", "cast_lm_head_to_fp32 use_bias_correction_kl", choice({"false": {}})),
+        "cast_lm_head_to_fp32": choice({"false": {}}),
         "vllm_enable_sleep_mode": choice({"true": {"sleep_level": 1}, "false": {}}),
         "generation_kwargs": ByHand("--temperature, --top_p, --top_k, --min_p, --repetition_penalty"),
         "use_vllm": Needless("completions come from vLLM"),

@@ -74,6 +74,8 @@ def loss(batch: MicroBatch, output: TokenOutput, config: LossConfig) -> tuple[to
 
     if batch.ref_logprobs is not None:
         kl = ESTIMATORS[config.estimator](terms.logprobs, batch.ref_logprobs)
+        if config.use_bias_correction_kl:
+            kl = kl * terms.ratio  # with its gradient: https://arxiv.org/abs/2512.02556
         total = total + config.kl_weight * share(kl)
         metrics["kl"] = averages.token_mean(kl, batch)
     if batch.teacher_ratios is not None:

@@ -44,6 +44,7 @@ def total(step: Step, now: list[Value], config: LossConfig) -> Value:
             kl = number(0.0)
             if sample.ref_logprobs is not None:
                 kl = config.kl_weight * divergence(now[i][t], number(sample.ref_logprobs[t]), config.estimator)
+                kl = kl * ratios[t] if config.use_bias_correction_kl else kl
             bonus = config.entropy_coef * step.entropies[i][t]
             rows.append((policy + kl - bonus) * weights[t] * kept)
         of_tokens[i] = rows

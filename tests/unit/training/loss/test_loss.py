@@ -51,6 +51,8 @@ VARIANTS = {
         for mode in MODES
     },
     **{f"kl-{estimator}": replace(PLAIN, kl_estimator=estimator) for estimator in ("k1", "abs", "k2")},
+    "kl-corrected": replace(PLAIN, use_bias_correction_kl=True),
+    "kl-corrected-sequence": replace(PLAIN, use_bias_correction_kl=True, importance_sampling_level="sequence"),
     "fipo-wide": replace(
         PLAIN,
         fipo=Fipo(fipo_decay_rate=3.0, fipo_clip_range=0.5, fipo_clip_high_only=False, fipo_safety_threshold=1.2),
@@ -271,6 +273,27 @@ def test_effective_sample_size_is_computed_over_the_whole_step() -> None:
     expected = (sum(rho) / len(rho)) ** 2 / (sum(x * x for x in rho) / len(rho))
     assert whole["rollout_correction/ess"] == pytest.approx(expected, rel=1e-5)
     assert not any("ess_" in name for name in whole)
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+def test_the_corrected_kl_has_the_gradient_of_the_kl_itself(corrected: bool) -> None:
+    """Tokens of an older policy, in expectation: the sum over a small vocabulary, each token by its old probability."""
+    generator = torch.Generator().manual_seed(3)
+    logits, old, base = torch.randn(3, 6, generator=generator, dtype=torch.float64).unbind()
+    logits.requires_grad_()
+    now = logits.log_softmax(0)
+    kl = (now.exp() * (now - base.log_softmax(0))).sum()
+    [exact] = torch.autograd.grad(kl, logits, retain_graph=True)
+    config = replace(PLAIN, beta=1.0, use_bias_correction_kl=corrected, loss_type="dapo")
+    expected, gradient = 0.0, torch.zeros(6, dtype=torch.float64)
+    for token, probability in enumerate(old.softmax(0).tolist()):
+        values = [[float(of.log_softmax(0)[token].detach())] for of in (logits, old, base)]
+        sample = Sample([1, 1], [False, True], 0.0, 0, old_logprobs=values[1], ref_logprobs=values[2])
+        result = run(Step([sample], [values[0]], [[1.0]]), config)
+        expected += probability * result.loss
+        gradient += probability * result.gradients[0][0] * torch.autograd.grad(now[token], logits, retain_graph=True)[0]
+    assert (gradient.tolist() == pytest.approx(exact.tolist(), abs=1e-6)) == corrected
+    assert (expected == pytest.approx(float(kl.detach()), abs=1e-6)) == corrected
 
 
 def test_a_teacher_adds_its_log_ratio_to_the_advantage_of_each_token() -> None:
