@@ -36,6 +36,8 @@ def group_advantages(
     reinforce_plus_plus        mean of the group                     https://arxiv.org/abs/2501.03262, "-baseline"
     reinforce_plus_plus_plain  mean of all rewards, so one           https://arxiv.org/abs/2501.03262
                                completion per prompt is enough
+    maxrl                      mean of the group, by which the       https://arxiv.org/abs/2602.02710
+                               difference is divided; scale none
 
     scale                      spread: the standard deviation of
     group                      the rewards of the group
@@ -82,11 +84,23 @@ def _subtract_mean_of_others(rewards: Sequence[float]) -> list[float]:
     return [value * count / (count - 1) for value in _subtract_mean(rewards)]
 
 
+def _divide_by_mean(rewards: Sequence[float]) -> list[float]:
+    """Return (r - mean) / mean: of rewards 0 and 1, a prompt seldom solved counts as in maximum likelihood."""
+    if min(rewards) < 0:
+        raise ValueError(
+            f"--advantage_estimator maxrl divides by the mean reward of a prompt, and a reward is {min(rewards):g}: "
+            "rewards must be at least 0; use another estimator, or functions without penalties"
+        )
+    centre = mean(rewards)
+    return [(reward - centre) / centre if centre else 0.0 for reward in rewards]
+
+
 BASELINES: dict[str, Baseline] = {
     "grpo": _subtract_mean,
     "rloo": _subtract_mean_of_others,
     "reinforce_plus_plus": _subtract_mean,
     "reinforce_plus_plus_plain": _subtract_mean,
+    "maxrl": _divide_by_mean,
 }
 
 

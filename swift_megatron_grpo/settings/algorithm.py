@@ -21,6 +21,7 @@ class Estimator:
     has_groups: bool = True  # False: its baseline is that of the whole rollout, and one completion per prompt is enough
 
 
+MAXRL = "maxrl"
 WITHOUT_GROUPS = "reinforce_plus_plus_plain"
 # By --advantage_estimator, with ms-swift's defaults. Their baselines are in grading/advantages.py. Plugins add to both.
 ESTIMATORS: dict[str, Estimator] = {
@@ -28,6 +29,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "rloo": Estimator("none", kl_in_reward=True),
     "reinforce_plus_plus": Estimator("batch", kl_in_reward=True),
     "reinforce_plus_plus_plain": Estimator("batch", kl_in_reward=True, has_groups=False),
+    "maxrl": Estimator("none", kl_in_reward=False),
 }
 
 
@@ -39,7 +41,8 @@ class Algorithm(Flags):
         "The baseline that is subtracted from a reward. grpo: the mean of the prompt's completions. rloo: the mean of "
         "the prompt's other completions. reinforce_plus_plus: the baseline of grpo, with advantages scaled over the "
         "batch (the paper's REINFORCE++-baseline). reinforce_plus_plus_plain: the mean of the whole rollout (the "
-        "paper's REINFORCE++); it also works with --num_generations 1. The first three are ms-swift's. Default: grpo.",
+        "paper's REINFORCE++); it also works with --num_generations 1. maxrl: the baseline of grpo, and advantages are "
+        "divided by it; for rewards of at least 0. The first three are ms-swift's. Default: grpo.",
     )
     scale_rewards: ScaleRewards | None
     top_entropy_quantile: Annotated[
@@ -94,6 +97,21 @@ class Algorithm(Flags):
             yield (
                 "--scale_rewards gdpo normalises every reward function separately, and the KL is not a reward "
                 "function; use --kl_in_reward false"
+            )
+
+    @rule
+    def maxrl_divides_by_the_mean(self) -> Faults:
+        if self.advantage_estimator != MAXRL:
+            return
+        if self.scale_rewards not in (None, "none", "gdpo"):
+            yield (
+                f"--advantage_estimator {MAXRL} divides advantages by the mean reward, and --scale_rewards "
+                f"{self.scale_rewards} would divide them again; use --scale_rewards none"
+            )
+        if self.kl.kl_in_reward and self.loss.beta != 0:
+            yield (
+                f"--advantage_estimator {MAXRL} needs rewards of at least 0, and --kl_in_reward true subtracts from "
+                "them; use --kl_in_reward false"
             )
 
     @rule

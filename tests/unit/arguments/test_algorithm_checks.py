@@ -60,6 +60,11 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {**REAL, "rollout_importance_sampling_mode": "token_mask"},
         ["applies to single tokens"],
     ),
+    "maxrl scaled": ({"advantage_estimator": "maxrl", "scale_rewards": "group"}, ["use --scale_rewards none"]),
+    "maxrl with a penalty": (
+        {"advantage_estimator": "maxrl", "kl_in_reward": True, "beta": 0.1},
+        ["use --kl_in_reward false"],
+    ),
     "real plain": ({**REAL, "advantage_estimator": "reinforce_plus_plus_plain"}, ["--loss_type real needs groups"]),
     "resample 0": ({"dynamic_sample": True, "max_resample_times": 0}, ["never samples again"]),
     "resample one": (

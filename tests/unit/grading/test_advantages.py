@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swift_megatron_grpo.grading.advantages import gdpo_advantages, group_advantages
-from swift_megatron_grpo.settings.algorithm import ESTIMATORS, ScaleRewards
+from swift_megatron_grpo.settings.algorithm import ESTIMATORS, MAXRL, WITHOUT_GROUPS, ScaleRewards
 
-WITH_GROUPS = tuple(name for name, estimator in ESTIMATORS.items() if estimator.has_groups)
+OWN = (WITHOUT_GROUPS, MAXRL)
+WITH_GROUPS = tuple(name for name in ESTIMATORS if name not in OWN)
 SCALES: list[ScaleRewards] = ["group", "batch", "none"]
-PAIRS = [(e, s) for e in ESTIMATORS for s in SCALES if (e, s) != ("reinforce_plus_plus_plain", "group")]
+PAIRS = [(e, s) for e in ESTIMATORS for s in SCALES if e != MAXRL and (e, s) != (WITHOUT_GROUPS, "group")]
 K = 4
 reward = st.floats(-100, 100).map(lambda value: round(value, 3))
 batches = st.lists(st.lists(reward, min_size=K, max_size=K), min_size=1, max_size=6)
@@ -170,3 +171,25 @@ def test_gdpo_advantages_are_finite(rows: list[tuple[float | None, float | None]
 
 def test_gdpo_advantages_of_equal_rewards_are_zero() -> None:
     assert gdpo_advantages([(3.0, -1e30)] * 8, [1.0] * 8, [1.0, 2.0], K) == [0.0] * 8
+
+
+@given(
+    groups=st.lists(st.lists(st.booleans(), min_size=K, max_size=K), min_size=1, max_size=6), seed=st.integers(0, 99)
+)
+@settings(deadline=None)
+def test_maxrl_weights_the_mean_of_solutions_as_maximum_likelihood(groups: list[list[bool]], seed: int) -> None:
+    """The estimator of the paper: the mean score of a prompt's solutions minus that of all, 0 without a solution."""
+    scores = torch.randn(len(groups), K, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    advantages = group_advantages([float(solved) for group in groups for solved in group], K, "none", MAXRL)
+    for group, of_group, values in zip(groups, scores, torch.tensor(advantages).view(-1, K).double(), strict=True):
+        solutions = of_group[torch.tensor(group)]
+        expected = solutions.mean() - of_group.mean() if len(solutions) else torch.tensor(0.0)
+        assert float((values * of_group).mean()) == pytest.approx(float(expected), abs=1e-6)
+
+
+def test_maxrl_divides_any_rewards_by_their_mean_and_refuses_penalties() -> None:
+    assert group_advantages([0.0, 1.0, 2.0, 5.0], K, "none", MAXRL) == [-1.0, -0.5, 0.0, 1.5]
+    assert group_advantages([0.0, None, 3.0, None], K, "none", MAXRL) == [-1.0, 0.0, 1.0, 0.0]
+    assert group_advantages([0.0] * K, K, "none", MAXRL) == [0.0] * K
+    with pytest.raises(ValueError, match=r"maxrl divides by the mean reward of a prompt, and a reward is -0\.5"):
+        group_advantages([0.0, 1.0, -0.5, 1.0], K, "none", MAXRL)
