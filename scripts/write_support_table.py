@@ -24,6 +24,7 @@ from swift_megatron_grpo.arguments.refused import (
     REFUSED_TEXT,
     TAKES_IMAGES,
     TAKES_RECORDINGS,
+    TAKES_VIDEOS,
     TEXT,
     WITHOUT_ENGINE,
     Refusal,
@@ -77,7 +78,12 @@ def types_table() -> str:
         WITHOUT_ENGINE, "trained: text; not with vLLM in a test, because it cannot run them on a CPU"
     )
     states |= {name: f"trained: mcore-bridge reads it as a {base}" for name, base in READ_AS.items()}
-    states |= dict.fromkeys(COMPOSITE, "trained: text and images")
+    states |= {
+        name: "trained: text, images and videos"
+        if name in TAKES_VIDEOS
+        else "trained: text and images; rows with videos are refused"
+        for name in COMPOSITE
+    }
     for name in OMNI:
         heard = name in TAKES_IMAGES and name in TAKES_RECORDINGS
         seen, refused = ("text, images and audio", "videos") if heard else ("text", "images, videos or audio")

@@ -118,6 +118,15 @@ class ModelImage:
         return prod(self.token_grid)
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class ModelFrames(ModelImage):
+    """The frames of a video as a model reads them: all, or two of them if text stands between them."""
+
+    step: float = 1.0  # between the positions in time of two pairs of frames
+    time: float | None = None  # seconds, which are written in front of these frames; None: nothing is
+    ends: bool = True  # they are the last ones of their video
+
+
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class ModelRecording:
     """One recording as a model hears it. Samples that play the same recording share one object."""
@@ -138,11 +147,12 @@ class PlacedImage:
 
 @dataclass(frozen=True, slots=True)
 class ScoredText:
-    """A text whose log-probs engines compute. One of the tokens is the placeholder of its image, or recording."""
+    """A text whose log-probs engines compute. One of the tokens is the placeholder of its image, video or recording."""
 
     tokens: list[int]
     image: bytes | None = None  # a PNG of which no side is resized
     recording: bytes | None = None  # a WAV as engines are sent it
+    video: bytes | None = None  # frames as engines are sent them
 
 
 @dataclass(slots=True)

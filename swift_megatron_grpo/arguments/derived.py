@@ -14,7 +14,7 @@ from swift.megatron.arguments import MegatronRLHFArguments
 from swift.utils import get_dist_setting
 from transformers import AutoConfig
 
-from swift_megatron_grpo.arguments.refused import TAKES_IMAGES, TAKES_RECORDINGS
+from swift_megatron_grpo.arguments.refused import TAKES_IMAGES, TAKES_RECORDINGS, TAKES_VIDEOS
 from swift_megatron_grpo.data.evaluation_sets import names_of
 from swift_megatron_grpo.generation.protocol.model_identity import language_config, read_model_config
 from swift_megatron_grpo.grading.rewards import gym_reward
@@ -85,6 +85,11 @@ class DerivedArguments(AddedFlags):
     def takes_recordings(self) -> bool:
         """True if rows with audio are trained."""
         return bool(self.is_multimodal) and self.model_config["model_type"] in TAKES_RECORDINGS
+
+    @property
+    def takes_videos(self) -> bool:
+        """True if rows with videos are trained."""
+        return bool(self.is_multimodal) and self.model_config["model_type"] in TAKES_VIDEOS
 
     @property
     def _model_folder(self) -> Path:

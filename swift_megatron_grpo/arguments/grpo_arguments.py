@@ -58,6 +58,7 @@ class GRPOArguments(DerivedArguments):
 
     most_images = 0  # no flag: the most images that a row of the datasets has
     most_recordings = 0  # no flag: the most recordings
+    most_videos = 0  # no flag: the most videos
     most_evaluated = 0  # no flag: the most prompts of a dataset that are evaluated; 0: all
 
     def __post_init__(self) -> None:
@@ -159,18 +160,19 @@ class GRPOArguments(DerivedArguments):
     def checked_datasets(self, train_dataset: Any, val_dataset: Any, template: Template) -> tuple[Any, Any]:
         """Check all rows, count their images, and apply --truncation_strategy."""
         rows = {"dataset": train_dataset, "val_dataset": val_dataset}
-        most, heard, notes = [], [], []
+        most, heard, shown, notes = [], [], [], []
         strategy = self.truncation_strategy or "left"
         is_never_cut = strategy == "left" and self.multi_turn_scheduler is not None  # but by --vllm_max_model_len
         for name, dataset in rows.items():
             if dataset is not None:
                 faults = chain(
-                    faults_of(check_rows, dataset, self.takes_images, self.takes_recordings),
+                    faults_of(check_rows, dataset, self.takes_images, self.takes_recordings, self.takes_videos),
                     faults_of_columns(self.reward_funcs, dataset),
                 )
                 raise_faults(f"--{name}: {fault}" for fault in faults)
                 images = read_images(dataset, template, self.takes_images, sent=self.uses_servers)
                 heard.append(max((row.recordings for row in images), default=0))
+                shown.append(max((row.videos for row in images), default=0))
                 most.append(check_images(dataset, images, self.vllm_max_model_len, self.max_completion_length))
                 kept, note = check_prompts(
                     dataset,
@@ -183,13 +185,14 @@ class GRPOArguments(DerivedArguments):
                 )
                 notes += [note] if note else []
                 rows[name] = without_row_numbers(kept)
-        self.most_images, self.most_recordings, self.notes_on_rows = max(most), max(heard), tuple(notes)
+        self.most_images, self.most_recordings, self.most_videos = max(most), max(heard), max(shown)
+        self.notes_on_rows = tuple(notes)
         raise_faults(self._faults(self._data_shape))
         return rows["dataset"], rows["val_dataset"]
 
     @property
     def _data_shape(self) -> DataShape:
-        return DataShape(self.most_images, self.is_multimodal, self.most_recordings)
+        return DataShape(self.most_images, self.is_multimodal, self.most_recordings, self.most_videos)
 
     @reported_by_torchrun()
     def init_iters(self, train_dataset: Any, val_dataset: Any) -> None:

@@ -190,6 +190,7 @@ COMPOSITE = (
 OMNI = ("qwen2_5_omni", "qwen3_omni_moe")
 TAKES_IMAGES = (*COMPOSITE, "qwen3_omni_moe")
 TAKES_RECORDINGS = ("qwen3_omni_moe",)
+TAKES_VIDEOS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 INTERNVL_LANGUAGES = ("qwen2", "qwen3", "qwen3_moe")
 # Text types that tests compare with plain transformers, those of them that vLLM has not run in a test, because it
 # cannot on a CPU, and types that mcore-bridge reads exactly as one of them.

@@ -44,7 +44,7 @@ def configure(args: GRPOArguments) -> config.GRPOConfig:
             correct_from=args.eval_correct_from,
             names=args.evaluation_names,
         ),
-        vision_tower_share=args.of(images.Images).trained_share(args.most_images),
+        vision_tower_share=args.of(images.Images).trained_share(args.most_images + args.most_videos),
         saved=_saved_parts(args),
         vocabulary=model_identity(args.model_config)["vocab_size"],
         max_staleness=args.of(asynchronous.Asynchronous).rollouts_ahead,
@@ -69,7 +69,7 @@ def _saved_parts(args: GRPOArguments) -> config.SavedParts:
 
 def _engine(args: GRPOArguments, plan: batches.BatchSizes) -> config.VllmConfig:
     completions_per_engine = -(-plan.generation_batch_size // plan.layout.world_size) * args.vllm_tensor_parallel_size
-    media = {"image": args.most_images, "video": 0}  # vLLM builds no vision tower without images
+    media = {"image": args.most_images, "video": args.most_videos}  # vLLM builds no vision tower without images
     if args.model_config["model_type"] in OMNI:  # no other type has this limit
         media["audio"] = args.most_recordings
     return config.VllmConfig.of(

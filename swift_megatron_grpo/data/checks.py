@@ -60,7 +60,7 @@ def no_prompt_column(size: int, columns: Sequence[str]) -> str:
     )
 
 
-def check_rows(dataset: Any, takes_images: bool, takes_recordings: bool = False) -> None:
+def check_rows(dataset: Any, takes_images: bool, takes_recordings: bool = False, takes_videos: bool = False) -> None:
     """Raise ValueError unless every row has a user turn to respond to, and no media that the model does not take."""
     columns = list(dataset.column_names)
     if len(dataset) == 0:
@@ -77,8 +77,8 @@ def check_rows(dataset: Any, takes_images: bool, takes_recordings: bool = False)
     problems = [(row, problem) for row, given in enumerate(messages) if (problem := _problem(given, takes_images))]
     shown = ", ".join(column for column in columns if column != _ROW)
     refuse_rows(dataset, problems, "cannot be trained", f" (columns: {shown}); correct these rows, or remove them")
-    taken = [*(["images"] if takes_images else []), *(["audios"] if takes_recordings else [])]
-    refused = [column for column in columns if column in _MEDIA_COLUMNS and column not in taken]
+    takes = {"images": takes_images, "audios": takes_recordings, "videos": takes_videos}
+    refused = [column for column in columns if column in _MEDIA_COLUMNS and not takes[column]]
     rows = dataset.select_columns(refused) if refused else ()
     problems = [
         (row, f"has {len(values[column])} in the column {column}")

@@ -14,15 +14,15 @@ from datasets import Dataset, concatenate_datasets
 from swift.template import Template
 
 from swift_megatron_grpo.data.checks import refuse_rows, row_name
+from swift_megatron_grpo.data.encoders import encoder_of
 from swift_megatron_grpo.data.image_formats import placeholder_texts
-from swift_megatron_grpo.data.image_reader import ImageReader
+from swift_megatron_grpo.data.image_reader import ImageReader, Medium
 from swift_megatron_grpo.data.images import (
     MAX_BYTES,
     MAX_PIXELS,
     UnreadableImage,
     check_sent,
     check_whole,
-    encoder_of,
     image_bytes,
     image_name,
     images_of,
@@ -30,9 +30,11 @@ from swift_megatron_grpo.data.images import (
 )
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.data.recordings import UnreadableRecording, as_heard, recording_bytes, recordings_of
+from swift_megatron_grpo.data.videos import UnreadableVideo, videos_of
 from swift_megatron_grpo.types import Prompt
 
 _TAG = "<image>"
+_TAG_OF_A_VIDEO = "<video>"
 _TAG_OF_A_RECORDING = "<audio>"
 _TAG_OF_A_FILE = "<img>.+?</img>"  # which ms-swift's template would open, and an engine leaves as text
 _LISTED = 5  # long prompts that a message names
@@ -64,12 +66,13 @@ def _on_all_ranks(work: Callable[[int], T], rows: int) -> list[T]:
 
 
 class ImagesOfRow(NamedTuple):
-    """Images and recordings of a row, their number of tokens, and what is wrong with them."""
+    """Images, videos and recordings of a row, their number of tokens, and what is wrong with them."""
 
     images: int
     tokens: int = 0
     problem: str | None = None
     recordings: int = 0
+    videos: int = 0
 
 
 def read_images(dataset: Any, template: Any, takes_images: bool, sent: bool) -> list[ImagesOfRow]:
@@ -93,16 +96,15 @@ def check_row(
     no_text = re.compile("|".join([*map(re.escape, placeholder_texts), _TAG_OF_A_FILE]))
     if written := next(filter(None, map(no_text.search, texts)), None):
         return ImagesOfRow(images, problem=f"has {written[0]:.200} in its text; images are written {_TAG}")
-    recordings = recordings_of(row)
-    of_recordings = sum(text.count(_TAG_OF_A_RECORDING) for text in texts) if reader.recordings is not None else 0
-    if of_recordings > len(recordings):
-        problem = (
-            f"has {of_recordings} tags {_TAG_OF_A_RECORDING} for {len(recordings)} recordings in the column audios"
-        )
-        return ImagesOfRow(images, problem=problem)
-    tags = sum(text.count(_TAG) for text in texts)
-    if tags > images:
-        return ImagesOfRow(images, problem=f"has {tags} tags {_TAG} for {images} images in the column images")
+    recordings, videos = recordings_of(row), videos_of(row)
+    for tag, name, column, there, is_taken in (
+        (_TAG_OF_A_RECORDING, "recordings", "audios", len(recordings), reader.recordings is not None),
+        (_TAG_OF_A_VIDEO, "videos", "videos", len(videos), reader.videos is not None),
+        (_TAG, "images", "images", images, True),
+    ):
+        tags = sum(text.count(tag) for text in texts) if is_taken else 0
+        if tags > there:
+            return ImagesOfRow(images, problem=f"has {tags} tags {tag} for {there} {name} in the column {column}")
     files = []
     for source in images_of(row):
         try:
@@ -122,12 +124,16 @@ def check_row(
     except ValueError as error:  # of the processor: sides too different
         return ImagesOfRow(images, problem=f"has an image that cannot be resized: {error}")
     try:
+        frames = reader.frames_of(row)
+    except UnreadableVideo as error:
+        return ImagesOfRow(images, problem=f"has a video that {error}")
+    try:
         heard = [reader.recording(as_heard(recording_bytes(source))) for source in recordings]
     except UnreadableRecording as error:
         return ImagesOfRow(images, problem=f"has a recording that {error}")
-    return ImagesOfRow(
-        images, sum(map(reader.length_of, read)) + sum(map(reader.length_of, heard)), recordings=len(heard)
-    )
+    media: list[Medium] = [*read, *frames, *heard]
+    tokens = sum(map(reader.length_of, media))
+    return ImagesOfRow(images, tokens, recordings=len(heard), videos=len(videos))
 
 
 def check_images(
@@ -136,7 +142,10 @@ def check_images(
     """Raise ValueError for rows with problems. Return the largest number of images in a row."""
     problems = [(row, images.problem) for row, images in enumerate(checked) if images.problem is not None]
     refuse_rows(
-        dataset, problems, "have images or recordings that cannot be trained", "; correct these rows, or remove them"
+        dataset,
+        problems,
+        "have images, videos or recordings that cannot be trained",
+        "; correct these rows, or remove them",
     )
     if max_model_len is not None:
         # vLLM cuts completions that are longer than what a prompt leaves, as a note on the flags says
@@ -145,7 +154,7 @@ def check_images(
         refuse_rows(
             dataset,
             [(row, f"has {images.tokens}") for row, images in enumerate(checked) if images.tokens >= room],
-            f"have more tokens of images and recordings than the {room} that --vllm_max_model_len {max_model_len} and "
+            f"have more tokens of media than the {room} that --vllm_max_model_len {max_model_len} and "
             f"--max_completion_length {max_completion_length} leave for a prompt",
             f"; use a smaller --max_pixels, or --vllm_max_model_len above {longest + max_completion_length}",
         )
@@ -228,7 +237,7 @@ def _encode(
         prompts.taken = row
         [prompt] = prompts.take(1)
         shown = images[row]
-        media = shown.images + shown.recordings
+        media = shown.images + shown.videos + shown.recordings
         expansion = 0 if strategy == "left" else shown.tokens - media  # in place of one placeholder each
         bound = _most_tokens(prompt.row)
         if bound is not None and bound + expansion <= limit:

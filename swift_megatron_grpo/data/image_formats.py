@@ -20,6 +20,14 @@ class MismatchedImages(ValueError):
     """The placeholders of a prompt, or the patches of an image, are not those that follow from its size."""
 
 
+def channels_of(processor: Any) -> tuple[tuple[float, float], ...]:
+    """Return a, b of each colour: the model reads a * byte + b."""
+    factor = processor.rescale_factor if processor.do_rescale else 1.0
+    mean = processor.image_mean if processor.do_normalize else (0.0,) * 3
+    std = processor.image_std if processor.do_normalize else (1.0,) * 3
+    return tuple((factor / s, -m / s) for m, s in zip(mean, std, strict=True))
+
+
 @dataclass(frozen=True, slots=True)
 class ImageFormat:
     """The way in which a model's processor cuts images, and the token that stands for a part of one."""
@@ -33,11 +41,7 @@ class ImageFormat:
     has_axes: ClassVar[bool] = True  # False: the tokens of an image have positions like text
 
     def __post_init__(self) -> None:
-        processor = self.processor
-        factor = processor.rescale_factor if processor.do_rescale else 1.0
-        mean = processor.image_mean if processor.do_normalize else (0.0,) * 3
-        std = processor.image_std if processor.do_normalize else (1.0,) * 3
-        object.__setattr__(self, "channels", tuple((factor / s, -m / s) for m, s in zip(mean, std, strict=True)))
+        object.__setattr__(self, "channels", channels_of(self.processor))
 
     @property
     def small_size(self) -> tuple[int, int]:
@@ -89,7 +93,7 @@ class Patches(ImageFormat):
         return 4 * self.side, 2 * self.side
 
     def grid(self, width: int, height: int, options: Mapping[str, Any]) -> Grid:
-        width, height = self.limited(width, height, options)
+        width, height = self.limited(width, height, {})  # the row's own limit is one of Qwen's resizer
         if "resized_height" in options and "resized_width" in options:
             height = options["resized_height"]
             width = options["resized_width"]

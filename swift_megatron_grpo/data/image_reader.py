@@ -9,15 +9,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from io import BytesIO
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 from PIL import Image
 from swift.template import Template
 
+from swift_megatron_grpo.data.encoders import encoder_of
 from swift_megatron_grpo.data.image_formats import MERGE, Grid, MismatchedImages, image_format
-from swift_megatron_grpo.data.images import digest_of, encoder_of, image_bytes, image_size, images_of
+from swift_megatron_grpo.data.images import digest_of, image_bytes, image_size, images_of
 from swift_megatron_grpo.data.recordings import (
     UnreadableRecording,
     as_heard,
@@ -25,9 +26,11 @@ from swift_megatron_grpo.data.recordings import (
     recording_format,
     recordings_of,
 )
-from swift_megatron_grpo.types import ModelImage, ModelRecording, PlacedImage
+from swift_megatron_grpo.data.videos import UnreadableVideo, shown_videos, video_format
+from swift_megatron_grpo.types import ModelFrames, ModelImage, ModelRecording, PlacedImage
 
-Medium = ModelImage | ModelRecording
+Medium = ModelImage | ModelFrames | ModelRecording
+M = TypeVar("M", bound=Medium)
 
 _RESIZING = ("min_pixels", "max_pixels", "resized_height", "resized_width")  # of a row's chat_template_kwargs
 
@@ -37,14 +40,20 @@ class ImageReader:
 
     def __init__(self, template: Template) -> None:
         self.format = image_format(template)
+        self.videos = video_format(template)
         self.recordings = recording_format(template.processor)
         self._template = encoder_of(template)
         self._shared: WeakValueDictionary[tuple[Any, ...], Medium] = WeakValueDictionary()
 
     def images(self, row: Mapping[str, Any]) -> list[Medium]:
-        """Return the images, then the recordings of a row. Equal files that are still in use are one object."""
+        """Return the images, then videos and recordings of a row. Equal files that are still in use are one object."""
         recordings = map(as_heard, map(recording_bytes, recordings_of(row)))
-        return [*self.read(row, map(image_bytes, images_of(row))), *map(self.recording, recordings)]
+        images = self.read(row, map(image_bytes, images_of(row)))
+        return [*images, *self.frames_of(row), *map(self.recording, recordings)]
+
+    def frames_of(self, row: Mapping[str, Any]) -> list[ModelFrames]:
+        """Return the frames of the videos of a row."""
+        return [frames for shown in shown_videos(self._template, row) for frames in self.frames(shown)]
 
     def recording(self, heard: bytes) -> ModelRecording:
         """Return a recording, of the file that engines are sent."""
@@ -78,11 +87,14 @@ class ImageReader:
 
         `may_end_early`: the last ones may not have been shown.
         """
-        seen = [image for image in images if isinstance(image, ModelImage)]
-        heard = [recording for recording in images if isinstance(recording, ModelRecording)]
         placed: list[PlacedImage] = []
-        kinds: list[tuple[str, int, Sequence[Medium]]] = [("images", self.format.placeholder, seen)]
-        kinds += [] if self.recordings is None else [("recordings", self.recordings.placeholder, heard)]
+        kinds: list[tuple[str, int, Sequence[Medium]]] = [
+            ("images", self.format.placeholder, _only(ModelImage, images))
+        ]
+        if self.videos is not None:
+            kinds.append(("videos", self.videos.placeholder, _only(ModelFrames, images)))
+        if self.recordings is not None:
+            kinds.append(("recordings", self.recordings.placeholder, _only(ModelRecording, images)))
         for name, placeholder, of_kind in kinds:
             runs = placeholder_runs(tokens, placeholder)
             shown = of_kind[: len(runs)] if may_end_early else of_kind
@@ -98,13 +110,18 @@ class ImageReader:
         return tuple(sorted(placed, key=lambda each: each.start))
 
     def expand(self, tokens: Sequence[int], images: Sequence[Medium]) -> list[int]:
-        """Repeat the placeholders of images and recordings in a prompt that is not expanded yet, as engines do."""
-        seen = (image for image in images if isinstance(image, ModelImage))
-        heard = (recording for recording in images if isinstance(recording, ModelRecording))
+        """Repeat the placeholders of media in a prompt that is not expanded yet, as engines do."""
+        seen, heard = iter(_only(ModelImage, images)), iter(_only(ModelRecording, images))
+        frames = iter(_only(ModelFrames, images))
         expanded: list[int] = []
         for token in tokens:
             if token == self.format.placeholder:
                 expanded += self.format.tokens_of(next(seen))
+            elif self.videos is not None and token == self.videos.placeholder:
+                for shown in frames:
+                    expanded += self.videos.tokens_of(shown)
+                    if shown.ends:
+                        break
             elif self.recordings is not None and token == self.recordings.placeholder:
                 expanded += [token] * next(heard).num_tokens
             else:
@@ -113,6 +130,9 @@ class ImageReader:
 
     def length_of(self, medium: Medium) -> int:
         """Return the number of tokens that replace a placeholder."""
+        if isinstance(medium, ModelFrames):
+            assert self.videos is not None
+            return len(self.videos.tokens_of(medium))
         return self.format.length_of(medium) if isinstance(medium, ModelImage) else medium.num_tokens
 
     def encode_prompt(self, row: Mapping[str, Any]) -> list[int]:
@@ -129,6 +149,21 @@ class ImageReader:
         assert self.recordings is not None
         row = {"messages": [{"role": "user", "content": "<audio>"}], "audios": [heard]}
         return _with_neighbours(self.encode_prompt(row), self.recordings.placeholder)
+
+    def video_in_text(self, shown: bytes) -> list[int]:
+        """Return the same for a video."""
+        assert self.videos is not None
+        row = {"messages": [{"role": "user", "content": "<video>"}], "videos": [shown]}
+        return _with_neighbours(self.encode_prompt(row), self.videos.placeholder)
+
+    def frames(self, shown: bytes) -> list[ModelFrames]:
+        """Return the frames of a video, of the file that engines are sent."""
+        if self.videos is None:
+            raise UnreadableVideo("is for a model that takes no videos")
+        frames = self.videos.read(shown)
+        keys = [("shown", frames[0].digest, place) for place in range(len(frames))]
+        shared = [self._shared.setdefault(key, each) for key, each in zip(keys, frames, strict=True)]
+        return _only(ModelFrames, shared)
 
     def _image(self, content: bytes, options: Mapping[str, Any]) -> ModelImage:
         key = (digest_of(content), *sorted(options.items()))
@@ -153,6 +188,11 @@ class ImageReader:
         if found != grid:
             raise MismatchedImages(f"an image is cut into {found} patches, and its size promises {grid}")
         return patches
+
+
+def _only(kind: type[M], media: Iterable[Medium]) -> list[M]:
+    """Return the media of a kind. Frames of a video are not among the images."""
+    return [medium for medium in media if type(medium) is kind]
 
 
 def _only_image(content: bytes) -> dict[str, Any]:

@@ -8,14 +8,13 @@ from __future__ import annotations
 from base64 import b64decode, b64encode
 from binascii import Error as BinasciiError
 from collections.abc import Iterable, Mapping
-from copy import copy, deepcopy
+from copy import deepcopy
 from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from swift.template import Template
 from swift.template.template_inputs import StdTemplateInputs
 from swift.template.vision_utils import _check_path, load_file
 
@@ -52,26 +51,6 @@ def with_listed_images(row: dict[str, Any]) -> dict[str, Any]:
     if listed and images_of(row):
         raise ValueError("has images both in its messages and in the column images; use one of the two")
     return {**row, "messages": messages, "images": listed or images_of(row)}
-
-
-def encoder_of(template: Template) -> Template:
-    """Return a copy of a template that encodes prompts as the engine does, whatever their length."""
-    encoder = copy(template)
-    encoder.max_length = None
-    encoder.set_mode("vllm")
-    open_no_path_in_text(encoder)
-    return encoder
-
-
-def open_no_path_in_text(template: Template) -> None:
-    """Have a template leave `<img>PATH</img>` in messages as it is: ms-swift opens that file and shows the image.
-
-    The text may be a stranger's or the policy's own. Images are what a row or a request has as images.
-    """
-    template._replace_image_tags = _leave
-
-
-def _leave(_: object) -> None: ...
 
 
 def image_bytes(source: Any) -> bytes:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from swift_megatron_grpo.data.images import digest_of, file_of, files_of
+from swift_megatron_grpo.data.videos import video_bytes, videos_of
 from swift_megatron_grpo.types import ModelRecording, Prompt
 
 RATE = 16_000  # samples per second that a model hears
@@ -130,9 +131,10 @@ def samples_of(heard: bytes) -> np.ndarray:
 
 
 def media_digests(prompt: Prompt) -> list[str]:
-    """Return the digests of a prompt's images, then of its recordings."""
+    """Return the digests of the files of a prompt's images, videos and recordings."""
     images = [digest for digest, _ in files_of(prompt.row)]
-    return [*images, *(digest_of(recording_bytes(source)) for source in recordings_of(prompt.row))]
+    videos = [digest_of(video_bytes(source)) for source in videos_of(prompt.row)]
+    return [*images, *videos, *(digest_of(recording_bytes(source)) for source in recordings_of(prompt.row))]
 
 
 def heard_files_of(row: Mapping[str, Any]) -> list[tuple[str, bytes]]:

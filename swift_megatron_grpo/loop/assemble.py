@@ -86,8 +86,8 @@ class RunInputs:
 
     template: Any  # of ms-swift
     train_rows: Sequence[dict[str, Any]]
-    image_reader: ImageReader | None  # None: no row has images or recordings
-    media: frozenset[str]  # image, audio: that rows have
+    image_reader: ImageReader | None  # None: no row has media
+    media: frozenset[str]  # image, video, audio: that rows have
     rewards: RewardFunctions
     servers: GenerationEngine | None  # None: vLLM runs in the training processes
     teacher: ServedTeacher | None  # None: there is no teacher, or it is a model of the ranks

@@ -231,7 +231,8 @@ class WeightSync:
         holds = f"holds all {tensors} tensors bit for bit as they were sent{repacked}{quantized}"
         runs = f"runs the adapter of {tensors} tensors"
         text = self.canary.text
-        shown = [name for name, file in (("an image", text.image), ("a recording", text.recording)) if file is not None]
+        files = {"an image": text.image, "a video": text.video, "a recording": text.recording}
+        shown = [name for name, file in files.items() if file is not None]
         media = f" with {' and '.join(shown)}" if shown else ""
         self._log.info(
             f"first weight sync: vLLM {holds if self._reads_back else runs}; its log-probs of a fixed text of "

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from swift_megatron_grpo.packing.segments import PackedLayout
-from swift_megatron_grpo.types import ModelImage, ModelRecording, PlacedImage, Sample
+from swift_megatron_grpo.types import ModelFrames, ModelImage, ModelRecording, PlacedImage, Sample
 
 SEEN, HEARD = 1, 2
 
@@ -39,7 +39,8 @@ def positions_of(length: int, images: Sequence[PlacedImage]) -> torch.Tensor:
     """Return the positions [3, length] of a sequence in time, height and width, for a rotary embedding of three axes.
 
     Text counts on along all axes together. The tokens of an image lie on a grid that begins at the next position, and
-    the text after it continues behind the longest side. Images behind the sequence's end are ignored.
+    the text after it continues behind the longest side, time included as in vLLM; transformers leaves out time. Images
+    behind the sequence's end are ignored.
     """
     pieces: list[torch.Tensor] = []
     done = following = 0  # tokens, and the position of the next one
@@ -52,9 +53,11 @@ def positions_of(length: int, images: Sequence[PlacedImage]) -> torch.Tensor:
         pieces.append(_text(following, text))
         following += text
         time, height, width = placed.image.token_grid
-        axes = torch.arange(time), torch.arange(height), torch.arange(width)
+        step = placed.image.step if isinstance(placed.image, ModelFrames) else 1
+        times = (torch.arange(time, dtype=torch.float64) * step).long()  # of pairs of frames, rounded as in vLLM
+        axes = times, torch.arange(height), torch.arange(width)
         pieces.append(torch.stack([axis.flatten() for axis in torch.meshgrid(*axes, indexing="ij")]) + following)
-        following += max(time, height, width)
+        following += max(int(times[-1]) + 1, height, width)
         done = placed.start + placed.image.num_tokens
     pieces.append(_text(following, length - done))
     return torch.cat(pieces, dim=1)

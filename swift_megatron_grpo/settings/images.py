@@ -28,16 +28,18 @@ class Images(Flags):
     def rows_have_what_is_trained(self, rows: DataShape) -> Faults:
         parts = {"freeze_vit": self.freeze_vit, "freeze_aligner": self.freeze_aligner}
         trained = [part for part, frozen in parts.items() if rows.model_sees and not frozen]
-        if self.language_model_only and (rows.images or rows.recordings):
-            media, column = ("images", "images") if rows.images else ("recordings", "audios")
+        if self.language_model_only and (rows.seen or rows.recordings):
+            of_rows = {"images": rows.images, "videos": rows.videos, "audios": rows.recordings}
+            column = next(name for name, number in of_rows.items() if number)
+            media = "recordings" if column == "audios" else column
             yield (
                 f"--language_model_only true builds no image or audio part, and rows of the dataset have {media}; use "
                 f"--language_model_only false, or remove the column {column}"
             )
-        elif trained and not rows.images and not self.adapter.exists:
+        elif trained and not rows.seen and not self.adapter.exists:
             yield (
-                f"--{trained[0]} false: no row of the dataset has images, which alone train the image part; use "
-                f"--{trained[0]} true"
+                f"--{trained[0]} false: no row of the dataset has images or videos, which alone train the image part; "
+                f"use --{trained[0]} true"
             )
         elif trained and self.adapter.vllm_enable_lora:
             yield (
@@ -55,17 +57,23 @@ class Images(Flags):
                 )
 
     @rule
-    def recordings_are_played_in_one_turn(self, rows: DataShape) -> Faults:
-        if rows.recordings and self.multi_turn_scheduler is not None:
+    def recordings_and_videos_are_played_in_one_turn(self, rows: DataShape) -> Faults:
+        media, column = ("audio", "audios") if rows.recordings else ("videos", "videos")
+        if (rows.recordings or rows.videos) and self.multi_turn_scheduler is not None:
             yield (
-                f"--multi_turn_scheduler {self.multi_turn_scheduler}: rows of the dataset have audio, which "
-                "conversations cannot have yet; leave it out, or remove the column audios"
+                f"--multi_turn_scheduler {self.multi_turn_scheduler}: rows of the dataset have {media}, which "
+                f"conversations cannot have yet; leave it out, or remove the column {column}"
             )
+
+    @rule
+    def videos_are_for_an_engine_in_the_trainer(self, rows: DataShape) -> Faults:
+        if rows.videos and self.vllm_mode == "server":
+            yield "rows of the dataset have videos, which servers do not take yet; use --vllm_mode colocate"
 
     @rule
     def vllm_divides_the_image_part(self, config: Mapping[str, Any], rows: DataShape) -> Faults:
         heads, size = _vision(config).get("num_heads"), self.vllm_tensor_parallel_size
-        if self.vllm_mode == "server" or not rows.images or not isinstance(heads, int):
+        if self.vllm_mode == "server" or not rows.seen or not isinstance(heads, int):
             return
         if (self.vllm_engine_kwargs or {}).get("mm_encoder_tp_mode") != "data" and heads % size:
             yield (
@@ -79,7 +87,7 @@ class Images(Flags):
     ) -> Faults:
         """Refuse a first stage without all layers to which the image part of Qwen3-VL adds its rows."""
         needed, size = len(_vision(config).get("deepstack_visual_indexes") or ()), layout.pipeline_model_parallel_size
-        if not needed or not rows.images or shape.layers is None or size == 1:
+        if not needed or not rows.seen or shape.layers is None or size == 1:
             return
         first, virtual = layers_of_stages(layout, shape.layers)[0], layout.virtual_pipeline_model_parallel_size
         if first < needed:
@@ -95,7 +103,7 @@ class Images(Flags):
             )
 
     def trained_share(self, images: int) -> float:
-        """Return the share of the vision tower's work that a training pass has. `images`: the most in a row.
+        """Return the share of the vision tower's work that a training pass has. `images`: and videos, of a row.
 
         With a trained aligner alone, the vision tower runs forward, which is a third. Rows of a frozen one are kept.
         """

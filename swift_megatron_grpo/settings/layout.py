@@ -103,6 +103,12 @@ class DataShape:
     images: int  # the most in a row
     model_sees: bool = True  # the model has an image part
     recordings: int = 0  # the most in a row
+    videos: int = 0  # the most in a row
+
+    @property
+    def seen(self) -> int:
+        """Return a number above 0 if rows have images or videos, which the image part embeds."""
+        return self.images + self.videos
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,7 +181,17 @@ class Engine(Flags):
             yield (
                 f"--vllm_limit_mm_per_prompt allows {limits['audio']} recordings, and a row of the dataset has "
                 f"{rows.recordings}; use --vllm_limit_mm_per_prompt "
-                f"""'{{"image": {rows.images}, "video": 0, "audio": {rows.recordings}}}', or leave it out"""
+                f"""'{{"image": {rows.images}, "video": {rows.videos}, "audio": {rows.recordings}}}', or leave it out"""
+            )
+
+    @rule
+    def rows_fit_the_limit_of_videos(self, rows: DataShape) -> Faults:
+        limits = None if self.vllm_mode == "server" else self.vllm_limit_mm_per_prompt
+        if limits is not None and limits.get("video", rows.videos) < rows.videos:
+            yield (
+                f"--vllm_limit_mm_per_prompt allows {limits['video']} videos, and a row of the dataset has "
+                f"{rows.videos}; use --vllm_limit_mm_per_prompt "
+                f"""'{{"image": {rows.images}, "video": {rows.videos}}}', or leave it out"""
             )
 
     @rule
@@ -192,7 +202,7 @@ class Engine(Flags):
             yield (
                 f"--vllm_limit_mm_per_prompt allows {limits['image']} images, and a row of the dataset has "
                 f"{rows.images}; use --vllm_limit_mm_per_prompt "
-                f"""'{{"image": {rows.images}, "video": 0}}', or leave it out"""
+                f"""'{{"image": {rows.images}, "video": {rows.videos}}}', or leave it out"""
             )
 
     def notes(self) -> list[str]:

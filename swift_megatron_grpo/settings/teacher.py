@@ -101,7 +101,7 @@ class Teacher(Flags):
 
     @rule
     def a_server_reads_text(self, rows: DataShape) -> Faults:
-        media = "images" if rows.images else "audio" if rows.recordings else None
+        media = "images" if rows.images else "videos" if rows.videos else "audio" if rows.recordings else None
         if self.teacher_model_server is not None and media is not None:
             yield f"--teacher_model_server scores token ids, and the rows have {media}; use --teacher_model"
 

@@ -126,7 +126,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         args.check_replay_reach(rollouts_done)
         loaded = (args.mcore_adapter, args.mcore_model, *args.adapters, args.model)
         writer = JsonlWriter(os.path.join(args.output_dir, "completions.jsonl"), write_on_rank="last")
-        most = {"image": args.most_images, "audio": args.most_recordings}
+        most = {"image": args.most_images, "video": args.most_videos, "audio": args.most_recordings}
         media = frozenset(kind for kind, number in most.items() if number)
         inputs = RunInputs(
             template=self.template,

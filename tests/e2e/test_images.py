@@ -93,7 +93,7 @@ def test_a_replay_trains_the_same_and_other_images_are_refused(
     text = colours.read_text().replace(str(colours.parent), str(others))
     (others / "data.jsonl").write_text(text)
     run = megatron_rlhf(qwen2_5_vl, others / "data.jsonl", folder / "refused", 1, [*SMALL, *flags], rewards=False)
-    assert run.code != 0 and "was completed with other images or recordings than" in run.output
+    assert run.code != 0 and "was completed with other media than" in run.output
 
 
 def test_servers_generate_the_same_although_one_is_killed(

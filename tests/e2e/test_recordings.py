@@ -102,7 +102,7 @@ def test_a_replay_trains_the_same_and_other_recordings_are_refused(folder: Path,
     for file in dataset.parent.glob("*-0.wav"):
         write_noise(file, 16_000, 1, 0.7, seed=1)
     other = megatron_rlhf(omni, dataset, folder / "refused", 1, replay, rewards=False)
-    assert other.code != 0 and "was completed with other images or recordings than" in other.output
+    assert other.code != 0 and "was completed with other media than" in other.output
 
 
 def attack(server: RolloutServer) -> None:

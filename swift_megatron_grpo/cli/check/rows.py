@@ -12,8 +12,8 @@ from swift.template import Template
 from swift_megatron_grpo.arguments.environment import create_reward_functions
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 from swift_megatron_grpo.arguments.reward_models import create_servers
+from swift_megatron_grpo.data.encoders import encoder_of
 from swift_megatron_grpo.data.image_reader import ImageReader
-from swift_megatron_grpo.data.images import encoder_of
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.generation.requests import infer_request
 from swift_megatron_grpo.grading.rewards import RewardError, RewardFunctions, call_reward_functions
@@ -22,6 +22,7 @@ from swift_megatron_grpo.types import Prompt, Rollout
 MOST_ROWS = 256  # that are encoded
 _GRADED_ROWS = 4
 _SECONDS = 30.0  # for the server of a reward model
+_MEDIA = ("images", "videos", "audios")  # of which each has one placeholder in a prompt
 _RESPONSE = "A made-up answer of a dry run."
 _SOLUTIONS = ("solution", "answer", "ground_truth", "target")  # columns with a text that is tried as a response
 
@@ -52,12 +53,14 @@ def read_rows(args: GRPOArguments, dataset: Any, template: Template) -> Rows:
     prompts = source.take(min(MOST_ROWS, len(dataset)))
     lengths = [len(encoder.encode(infer_request(prompt))["input_ids"]) for prompt in prompts]
     image_tokens = [0] * len(prompts)
-    if args.most_images or args.most_recordings:
+    if args.most_images or args.most_videos or args.most_recordings:
         reader = ImageReader(template)
         for place, prompt in enumerate(prompts):
             shown = reader.images(prompt.row)
             image_tokens[place] = sum(image.num_tokens for image in shown)
-            lengths[place] += sum(reader.length_of(medium) - 1 for medium in shown)  # in place of placeholders
+            lengths[place] += sum(map(reader.length_of, shown)) - sum(
+                len(prompt.row.get(column) or ()) for column in _MEDIA
+            )
     return Rows(len(dataset), prompts, lengths, image_tokens)
 
 

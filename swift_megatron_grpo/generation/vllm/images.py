@@ -5,10 +5,12 @@ from typing import Any
 from swift.infer_engine import GRPOVllmEngine
 from swift.template import Template
 
+from swift_megatron_grpo.data.encoders import encode_as_engine
 from swift_megatron_grpo.data.image_formats import placeholder_texts
-from swift_megatron_grpo.data.images import open_no_path_in_text
 from swift_megatron_grpo.data.recordings import RATE, tokens_of
 from swift_megatron_grpo.generation.protocol.model_identity import media_config
+
+_MOST_TOKENS_OF_A_TIME = 20  # "<599.9 seconds>", and the marks of start and end
 
 
 def held_media(model_config: Any) -> frozenset[str]:
@@ -57,12 +59,21 @@ def tokens_of_image(processor: Any, width: int, height: int, resizes: bool) -> i
     return patches // int(images.merge_size**2)
 
 
+def _tokens_of_video(processor: Any, video: tuple[Any, dict[str, Any]]) -> int:
+    """Return the most tokens that stand for frames of which no side is resized, texts with their times included."""
+    frames, _, height, width = map(int, video[0].shape)
+    side = int(processor.image_processor.patch_size * processor.image_processor.merge_size)
+    if height % side or width % side:
+        raise ValueError(f"frames of {width} x {height} pixels must have sides that are multiples of {side}")
+    return frames // 2 * (height * width // side**2 + _MOST_TOKENS_OF_A_TIME)
+
+
 class EngineForImages(GRPOVllmEngine):
     """ms-swift's engine, which counts all tokens of an image where ms-swift counts the one placeholder."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        open_no_path_in_text(self.template)
+        encode_as_engine(self.template)
 
     def _get_num_tokens(self, inputs: dict[str, Any], batch_idx: int | None = None) -> int:
         tokens: int = GRPOVllmEngine._get_num_tokens(inputs, batch_idx)
@@ -77,4 +88,4 @@ class EngineForImages(GRPOVllmEngine):
                     f"environment variable SAMPLING_RATE, because trainer and engine must hear the same {RATE}"
                 )
             tokens += tokens_of(len(samples)) - 1
-        return tokens
+        return tokens + sum(_tokens_of_video(processor, video) for video in inputs.get("videos") or [])

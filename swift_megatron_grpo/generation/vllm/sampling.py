@@ -16,6 +16,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from swift_megatron_grpo.data.recordings import RATE, samples_of
+from swift_megatron_grpo.data.videos import Frames
 from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS, Completion
 from swift_megatron_grpo.types import ScoredText
 
@@ -72,7 +73,11 @@ def scoring_input(text: ScoredText) -> dict[str, Any]:
     if text.image is not None:
         with Image.open(BytesIO(text.image), formats=["PNG"]) as image:
             media["image"] = image.convert("RGB")
-    return prompt | ({"multi_modal_data": media, "mm_processor_kwargs": {"do_resize": False}} if media else {})
+    options = {"do_resize": False}
+    if text.video is not None:
+        media["video"] = [Frames.of_file(text.video).for_engine()]
+        options["do_sample_frames"] = False
+    return prompt | ({"multi_modal_data": media, "mm_processor_kwargs": options} if media else {})
 
 
 def text_logprobs(output: Any) -> list[float]:

@@ -13,6 +13,7 @@ from PIL import Image
 from swift_megatron_grpo.data.image_reader import ImageReader, Medium
 from swift_megatron_grpo.data.images import image_bytes
 from swift_megatron_grpo.data.recordings import FRAME, wav_of
+from swift_megatron_grpo.data.videos import Frames
 from swift_megatron_grpo.runtime.parallel import Coordinator
 from swift_megatron_grpo.settings.config import CANARY_TOKENS
 from swift_megatron_grpo.training.engine import EngineSettings
@@ -39,13 +40,19 @@ def canary_recording() -> bytes:
     return wav_of(np.frombuffer(random.Random(0).randbytes(2 * 64 * FRAME), dtype="<i2"))
 
 
+def canary_video(width: int, height: int) -> bytes:
+    """Return two frames of noise, as engines are sent them."""
+    noise = np.frombuffer(random.Random(1).randbytes(2 * 3 * width * height), np.uint8)
+    return Frames(noise.reshape(2, 3, height, width), (0, 1), total=2, rate=2.0).as_file()
+
+
 @dataclass(frozen=True)
 class Canary:
     """The trainer's log-probs of the fixed text. Every rank calls `logprobs`."""
 
     text: ScoredText
     tokens: list[int]  # the text as the engine expands it
-    images: tuple[PlacedImage, ...]  # and the recording; the log-probs of their tokens are not compared
+    images: tuple[PlacedImage, ...]  # and video and recording; the log-probs of their tokens are not compared
     passes: Passes  # at temperature 1
     coordinator: Coordinator
 
@@ -73,13 +80,13 @@ class Canary:
 
 def build_canary(
     tokenizer: Any,  # of the template
-    image_reader: ImageReader | None,  # None: the run has no images and no recordings
-    media: Set[str],  # image, audio: that the run has
+    image_reader: ImageReader | None,  # None: the run has no media
+    media: Set[str],  # image, video, audio: that the run has
     longest: int | None,  # sequence of the engine; None: unknown
     trained_models: Sequence[Any],
     coordinator: Coordinator,
 ) -> Canary:
-    """Return the canary of a run: CANARY_TOKENS of text, or an image, a recording, and what text fits behind them."""
+    """Return the canary of a run: CANARY_TOKENS of text, or media of each kind, and what text fits behind them."""
     passes = Passes(trained_models, EngineSettings(temperature=1.0, micro_batch_size=1))
     text: list[int] = tokenizer.encode(CANARY_TEXT, add_special_tokens=False)[:CANARY_TOKENS]
     room = None if longest is None else longest - 1  # vLLM samples one more token
@@ -87,12 +94,16 @@ def build_canary(
         text = text[:room]
         return Canary(ScoredText(text), text, (), passes, coordinator)
     image = canary_image(*image_reader.format.small_size) if "image" in media else None
+    video = canary_video(*image_reader.format.small_size) if "video" in media else None
     recording = canary_recording() if "audio" in media else None
     shown: list[int] = []  # as a request has it
     read: list[Medium] = []
     if image is not None:
         shown += image_reader.placeholder_in_text(image)
         read.append(image_reader.exact(image))
+    if video is not None:
+        shown += image_reader.video_in_text(video)
+        read += image_reader.frames(video)
     if recording is not None:
         shown += image_reader.recording_in_text(recording)
         read.append(image_reader.recording(recording))
@@ -102,4 +113,4 @@ def build_canary(
         behind = min(behind, room - len(expanded))
     text = text[:behind]
     placed = image_reader.place("of the check of weights", read, expanded)
-    return Canary(ScoredText([*shown, *text], image, recording), [*expanded, *text], placed, passes, coordinator)
+    return Canary(ScoredText([*shown, *text], image, recording, video), [*expanded, *text], placed, passes, coordinator)

@@ -152,8 +152,8 @@ def _check_prompt(row: Mapping[str, Any], prompt: Prompt, images: Sequence[str])
         )
     if row["images"] != list(images):
         raise BadRow(
-            f"prompt {prompt.prompt_id} was completed with other images or recordings than those of the dataset; use "
-            "the files of the dumped run"
+            f"prompt {prompt.prompt_id} was completed with other media than those of the dataset; use the files of the "
+            "dumped run"
         )
 
 

@@ -6,6 +6,7 @@ python hf_images.py MODEL SAMPLES.pt SEED OUT.pt
 from __future__ import annotations
 
 import json
+import struct
 import sys
 from io import BytesIO
 from pathlib import Path
@@ -16,9 +17,12 @@ import torch
 from hf_gradients import BETA, EPSILON_HIGH, EPSILON_LOW, TEMPERATURE, use_exact_delta_rule
 from image_runs import image_rows
 from PIL import Image
-from transformers import AutoFeatureExtractor, AutoImageProcessor
+from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoVideoProcessor
 
 from tests.support.plain_models import load_plain
+
+SECONDS_OF_FRAME = 1.0
+SEEN = (("", "pixel_values", "image_grid_thw"), ("watched_", "pixel_values_videos", "video_grid_thw"))
 
 
 def main(folder: str, samples: str, seed: str, out: str) -> None:
@@ -33,7 +37,9 @@ def main(folder: str, samples: str, seed: str, out: str) -> None:
 def run(folder: str, samples: str, seed: int, dtype: torch.dtype) -> dict[str, Any]:
     model = load_plain(folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager")
     processor = AutoImageProcessor.from_pretrained(folder)
-    rows = image_rows(seed, side_of_token(processor), hears=hasattr(model, "thinker"))
+    watches = model.config.model_type.startswith("qwen") and not hasattr(model, "thinker")
+    rows = image_rows(seed, side_of_token(processor), hasattr(model, "thinker"), watches)
+    of_videos = AutoVideoProcessor.from_pretrained(folder) if watches else None
     total, logprobs = torch.zeros((), dtype=dtype), []
     data = torch.load(samples)
     for number, sample in enumerate(data):
@@ -43,7 +49,7 @@ def run(folder: str, samples: str, seed: int, dtype: torch.dtype) -> dict[str, A
             played = [extracted(extractor, file) for file in rows[number // 2]["audios"]]
             raw = logits_of_thinker(model.thinker, processor, sample, files, played)
         else:
-            raw = logits(model, processor, sample, files)
+            raw = logits(model, processor, sample, files, of_videos, rows[number // 2]["videos"])
         log_p = (raw / TEMPERATURE).log_softmax(-1)
         tokens = [i for i, trained in enumerate(sample["completion_mask"]) if trained]
         now = torch.stack([log_p[i - 1, sample["tokens"][i]] for i in tokens])
@@ -64,33 +70,60 @@ def side_of_token(processor: Any) -> int:
     return int(processor.size["width"] // 2 if not hasattr(processor, "patch_size") else 2 * processor.patch_size)
 
 
-def logits(model, processor, sample, files):  # type: ignore[no-untyped-def]
+def logits(model, processor, sample, files, of_videos, videos):  # type: ignore[no-untyped-def]
     """Embed the images where the sample has them, and other tokens, sampled placeholders as well, as words."""
     tokens = torch.tensor([sample["tokens"]])
     embeds = model.get_input_embeddings()(tokens)
     types = torch.zeros_like(tokens)
-    grids, deep = None, {}
+    grids, watched, deep = None, None, {}
     if files and not hasattr(processor, "patch_size"):
         tiles = processor(images=files, crop_to_patches=True, return_tensors="pt")["pixel_values"]
         options = {"vision_feature_layer": -1, "vision_feature_select_strategy": "default"}
         seen = model.model.get_image_features(tiles.to(model.dtype), **options).pooler_output
         shown = [range(a, a + n) for a, n in zip(sample["starts"], sample["lengths"], strict=True)]
         embeds = embeds.index_copy(1, torch.tensor([i for places in shown for i in places]), seen.flatten(0, 1)[None])
-    elif files:
-        inputs = processor(images=files, do_resize=False, return_tensors="pt")
-        grids = inputs["image_grid_thw"]
-        for start, length in zip(sample["starts"], sample["lengths"], strict=True):
-            types[0, start : start + length] = 1
-        seen = model.model.visual(inputs["pixel_values"].to(model.dtype), grid_thw=grids)
-        mask = (types == 1)[..., None].expand_as(embeds)
-        embeds = embeds.masked_scatter(mask, seen.pooler_output)
-        if "deepstack_features" in seen and seen.deepstack_features:
-            deep = {"visual_pos_masks": types == 1, "deepstack_visual_embeds": seen.deepstack_features}
+    elif files or videos:
+        rows, deep_rows = torch.zeros_like(embeds), {}
+        inputs = processor(images=files, do_resize=False, return_tensors="pt") if files else {}
+        if videos:
+            shown = [pixels_of(video) for video in videos]
+            inputs |= of_videos(videos=shown, do_resize=False, do_sample_frames=False, return_tensors="pt")
+        for number, (name, pixels, grid) in enumerate(SEEN, start=1):
+            if grid in inputs:
+                for start, length in zip(sample[f"{name}starts"], sample[f"{name}lengths"], strict=True):
+                    types[0, start : start + length] = number
+                seen = model.model.visual(inputs[pixels].to(model.dtype), grid_thw=inputs[grid])
+                here = (types == number)[..., None].expand_as(embeds)
+                rows = rows.masked_scatter(here, seen.pooler_output)
+                for layer, found in enumerate(seen.get("deepstack_features") or ()):
+                    deep_rows[layer] = deep_rows.get(layer, torch.zeros_like(embeds)).masked_scatter(here, found)
+        embeds = torch.where((types > 0)[..., None], rows, embeds)
+        grids, watched = inputs.get("image_grid_thw"), inputs.get("video_grid_thw")
+        if deep_rows:
+            deep = {
+                "visual_pos_masks": types > 0,
+                "deepstack_visual_embeds": [found[types > 0] for found in deep_rows.values()],
+            }
     positions = torch.arange(tokens.shape[1])[None]
     if hasattr(model.model, "get_rope_index"):
-        positions, _ = model.model.get_rope_index(tokens, mm_token_type_ids=types, image_grid_thw=grids)
+        takes_seconds = model.config.model_type == "qwen2_5_vl"
+        timed = {"second_per_grid_ts": [2 * SECONDS_OF_FRAME] * len(videos)} if takes_seconds else {}
+        positions, _ = model.model.get_rope_index(
+            tokens, mm_token_type_ids=types, image_grid_thw=grids, video_grid_thw=watched, **timed
+        )
+        for start, length in zip(sample["watched_starts"], sample["watched_lengths"], strict=True):
+            behind = slice(start + length, None)
+            gap = positions[:, 0, start : start + length].max() + 1 - positions[0, 0, behind.start]
+            positions[:, 0, behind] += gap  # vLLM counts time, which transformers leaves out
     output = model.model.language_model(inputs_embeds=embeds, position_ids=positions, use_cache=False, **deep)
     return model.lm_head(output.last_hidden_state)[0]
+
+
+def pixels_of(video: bytes) -> torch.Tensor:
+    """Return the frames [frames, colours, height, width] of a video as engines are sent it."""
+    _, count, height, width, *_ = struct.unpack_from("<8sIIIId", video)
+    pixels = np.frombuffer(video, np.uint8)[-3 * count * height * width :]
+    return torch.from_numpy(pixels.reshape(count, 3, height, width).copy())
 
 
 def extracted(extractor, file):  # type: ignore[no-untyped-def]

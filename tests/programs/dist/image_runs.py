@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import random
+import struct
 import wave
 from io import BytesIO
 from pathlib import Path
@@ -19,6 +20,7 @@ from swift_megatron_grpo.cli.check_layouts.layouts import Variant
 COLUMNS = ["tokens", "completion_mask", "advantage", "old_logprobs", "ref_logprobs"]
 NUMBER_OF_IMAGES = (0, 1, 2, 1)  # of each prompt
 SECONDS = ((1.3,), (), (0.4, 2.15), (1.0,))  # of its recordings, for a model that hears
+FRAMES = ((), (4,), (), (2, 6))  # of its videos, for a model that takes some
 
 
 def noise(width: int, height: int, seed: int) -> bytes:
@@ -41,7 +43,15 @@ def recording(seconds: float, seed: int) -> bytes:
     return file.getvalue()
 
 
-def image_rows(seed: int, side: int, hears: bool) -> list[dict[str, Any]]:
+def frames(count: int, width: int, height: int, seed: int) -> bytes:
+    """Return frames of noise, of a video of 3 frames per second, as engines are sent them."""
+    header = struct.pack("<8sIIIId", b"FRAMES1\n", count, height, width, 3 * count, 3.0)
+    numbers = np.arange(1, 3 * count, 3, dtype="<u4").tobytes()
+    pixels = np.random.default_rng(seed).integers(0, 256, (count, 3, height, width), dtype=np.uint8)
+    return header + numbers + pixels.tobytes()
+
+
+def image_rows(seed: int, side: int, hears: bool, watches: bool) -> list[dict[str, Any]]:
     """Return a row for each prompt. `side`: of the square of pixels that is one token, so that nothing is resized."""
     rng = random.Random(seed)
     rows = []
@@ -51,10 +61,14 @@ def image_rows(seed: int, side: int, hears: bool) -> list[dict[str, Any]]:
         text = "<image>" + "and <image>" * (images - 1) if images else "no image"
         played = SECONDS[number] if hears else ()
         text += "".join(f", <audio> {i}" for i in range(len(played)))
+        shown = FRAMES[number] if watches else ()
+        text += "".join(f", <video> {i}" for i in range(len(shown)))
+        videos = [frames(count, 2 * side, side, seed=100 * seed + 10 * number + i) for i, count in enumerate(shown)]
         rows.append(
             {
                 "messages": [{"role": "user", "content": f"{text}: what is it?"}],
                 "images": [{"bytes": file, "path": None} for file in files],
+                "videos": videos,
                 "audios": [recording(seconds, seed=100 * seed + 10 * number + i) for i, seconds in enumerate(played)],
             }
         )
@@ -70,7 +84,8 @@ def image_samples(template: Any, seed: int, policies_given: bool) -> list[Any]:
     reader, rng = ImageReader(template), random.Random(seed)
     placeholders = sorted(placeholder_tokens(template))
     samples = []
-    for number, row in enumerate(image_rows(seed, reader.format.small_size[1] // 2, reader.recordings is not None)):
+    side, hears, watches = reader.format.small_size[1] // 2, reader.recordings is not None, reader.videos is not None
+    for number, row in enumerate(image_rows(seed, side, hears, watches)):
         images = reader.images(row)
         prompt = reader.expand(reader.encode_prompt(row), images)
         for _ in range(2):
@@ -126,15 +141,13 @@ def run_layout(name: str, flags: list[str], batches: list[str], folder: str) -> 
 
 
 def _images_of(sample: Any) -> dict[str, Any]:
-    """Return where images and recordings are, and their tokens."""
-    heard = [placed for placed in sample.images if not hasattr(placed.image, "grid")]
-    seen = [placed for placed in sample.images if placed not in heard]
-    return {
-        "starts": [placed.start for placed in seen],
-        "lengths": [placed.image.num_tokens for placed in seen],
-        "heard_starts": [placed.start for placed in heard],
-        "heard_lengths": [placed.image.num_tokens for placed in heard],
+    """Return where images, frames of videos and recordings are, and their tokens."""
+    kinds = {"ModelImage": "", "ModelFrames": "watched_", "ModelRecording": "heard_"}
+    placed = {
+        name: [each for each in sample.images if type(each.image).__name__ == kind] for kind, name in kinds.items()
     }
+    starts = {f"{name}starts": [each.start for each in of_kind] for name, of_kind in placed.items()}
+    return starts | {f"{name}lengths": [each.image.num_tokens for each in of_kind] for name, of_kind in placed.items()}
 
 
 def count_embedded(flags: list[str], report: str) -> None:

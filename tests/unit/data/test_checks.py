@@ -84,3 +84,5 @@ def test_rows_with_media_are_named_with_their_column(
 
 def test_rows_with_images_are_for_models_that_take_them(tmp_path: Path) -> None:
     check_rows(load(write(tmp_path / "a.jsonl", QUESTION | {"images": ["a.png"]})), takes_images=True)
+    videos = load(write(tmp_path / "b.jsonl", QUESTION | {"videos": ["a.mp4"]}))
+    check_rows(videos, takes_images=True, takes_videos=True)

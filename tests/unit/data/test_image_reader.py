@@ -23,6 +23,7 @@ from swift_megatron_grpo.data.image_reader import ImageReader, placeholder_runs
 from swift_megatron_grpo.data.images import UnreadableImage, image_bytes, image_size
 from swift_megatron_grpo.data.prompts import PromptSource
 
+SMALL = {"min_pixels": 1024, "max_pixels": 4096}
 PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>")
 
 
@@ -83,9 +84,9 @@ def test_pixels_are_those_of_the_template_and_the_processor(
     """Any size: the grid from the header of the file is the one into which template and processor cut."""
     template = templates[kind, max_pixels]
     reader, rng = ImageReader(template), random.Random(0)
-    for _ in range(12):
+    for _ in range(24):
         content = png(rng.randint(20, 300), rng.randint(20, 300), seed=1)
-        options = rng.choice([{}, {"max_pixels": 6000}, {"resized_height": 90, "resized_width": 60}])
+        options = rng.choice([{}, {"max_pixels": 6000}, SMALL, {"resized_height": 90, "resized_width": 60}])
         given = row("<image>", {"bytes": content, "path": None}) | {"chat_template_kwargs": options}
         [image] = reader.images(given)
         patches = image.encode()

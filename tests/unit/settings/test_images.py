@@ -55,6 +55,18 @@ def test_recordings_fit_the_limit_and_have_one_turn() -> None:
     assert "rows of the dataset have recordings" in message and "remove the column audios" in message
 
 
+def test_videos_fit_the_limit_and_have_one_turn() -> None:
+    rows = DataShape(1, videos=2)
+    for limits in (None, {"image": 1}, {"video": 2}):
+        assert faults(Engine, rows=rows, vllm_limit_mm_per_prompt=limits) == ""
+    message = faults(Engine, rows=rows, vllm_limit_mm_per_prompt={"video": 1})
+    assert re.search(r"allows 1 videos, .* has 2; use .*'\{\"image\": 1, \"video\": 2\}'", message)
+    assert faults(Images, rows=rows) == "" and faults(Images, rows=DataShape(0, videos=1), **PARTS) == ""
+    assert "rows of the dataset have videos" in faults(Images, rows=rows, multi_turn_scheduler="gym")
+    message = faults(Images, rows=DataShape(0, videos=1), language_model_only=True)
+    assert "rows of the dataset have videos" in message and "remove the column videos" in message
+
+
 def of_vision(vision: dict[str, Any], layout: Layout, **typed: Any) -> str:
     shape = ModelShape("m", None, None, None, 12, None, None)
     of_vl, of_omni = {"vision_config": vision}, {"thinker_config": {"vision_config": vision}}

@@ -13,8 +13,8 @@ from swift.template import get_template
 
 from swift_megatron_grpo.cli.check_layouts.layouts import template_for_images
 from swift_megatron_grpo.cli.tiny_models import TINY, Shape, save_composite
+from swift_megatron_grpo.data.encoders import encoder_of
 from swift_megatron_grpo.data.image_reader import ImageReader
-from swift_megatron_grpo.data.images import encoder_of
 from swift_megatron_grpo.generation.vllm.images import tokens_of_image
 
 

@@ -1,0 +1,289 @@
+"""Videos of rows: their files, the limits on them, and the frames that engine and trainer see.
+
+A row has paths, URLs, base64 or bytes of MP4, MOV, MKV, WebM and AVI files. The trainer alone decodes them, once their
+headers are within the limits, and ms-swift's template chooses and resizes frames. Engines are sent the result: a header
+with the times of the frames, which promises the length of the pixels behind it, so no decoder reads a stranger's file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from io import BytesIO
+from struct import Struct
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from swift.template import Template
+
+from swift_megatron_grpo.data.image_formats import MERGE, channels_of
+from swift_megatron_grpo.data.images import digest_of, file_of
+from swift_megatron_grpo.runtime.replaced import replaced
+from swift_megatron_grpo.types import ModelFrames
+
+SECONDS = 600
+BYTES = 2**28  # of a file
+DECODED_BYTES = 2**30  # of the chosen frames, before they are resized
+SENT_BYTES = 2**26  # of the frames that engines are sent
+FRAMES = (2, 768)  # that a model sees; ms-swift's most
+OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels")  # of a row
+_PAIR = 2  # frames that become one patch in time
+_MAGIC = b"FRAMES1\n"
+_HEADER = Struct("<8sIIIId")  # magic, frames, height, width, frames of the file, frames of the file per second
+_NUMBER = np.dtype("<u4")  # of a frame in the file
+# how files begin, at a byte, and the demuxers of ffmpeg that read them: none opens another file or an address
+_CONTAINERS = ((4, b"ftyp", "mov"), (0, b"\x1a\x45\xdf\xa3", "matroska"), (8, b"AVI ", "avi"))
+
+
+class UnreadableVideo(ValueError):
+    """An element of a row's column `videos` is not a video that can be trained."""
+
+
+def videos_of(row: Mapping[str, Any]) -> list[Any]:
+    return list(row.get("videos") or [])
+
+
+def options_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a row says about the choice and the size of frames."""
+    return {name: value for name, value in (row.get("chat_template_kwargs") or {}).items() if name in OPTIONS}
+
+
+def video_bytes(source: Any) -> bytes:
+    """Return the file of a video."""
+    if isinstance(source, dict):
+        source = source.get("bytes") or source.get("path")
+    if not source or not isinstance(source, str | bytes):
+        raise UnreadableVideo(f"is {type(source).__name__}, neither a path, a URL, base64 nor bytes")
+    try:
+        return file_of(source)
+    except Exception as error:  # whatever a file system, a download or base64 raises
+        raise UnreadableVideo(f"cannot be read: {type(error).__name__}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """Frames of a video, and where they are in it."""
+
+    pixels: np.ndarray  # [frames, colours, height, width] bytes
+    numbers: tuple[int, ...]  # of the frames in the file
+    total: int  # frames of the file
+    rate: float  # of them per second
+
+    @property
+    def times(self) -> list[float]:
+        """Return the time in seconds of each pair, between its frames."""
+        seconds = [number / self.rate for number in self.numbers]
+        return [(first + second) / 2 for first, second in zip(seconds[::_PAIR], seconds[1::_PAIR], strict=True)]
+
+    @property
+    def seconds_of_pair(self) -> float:
+        """Return the distance of pairs, rounded as the engine rounds it."""
+        return float(np.float32(_PAIR / (len(self.numbers) / self.total * self.rate)))
+
+    def as_file(self) -> bytes:
+        count, _, height, width = self.pixels.shape
+        header = _HEADER.pack(_MAGIC, count, height, width, self.total, self.rate)
+        return header + np.array(self.numbers, _NUMBER).tobytes() + self.pixels.tobytes()
+
+    @staticmethod
+    def of_file(content: bytes) -> Frames:
+        """Return the frames of such a file. Raises ValueError for any other; nothing is decoded for that."""
+        if len(content) < _HEADER.size or not content.startswith(_MAGIC):
+            raise ValueError("must be the frames of a video, as the trainer sends them")
+        _, count, height, width, total, rate = _HEADER.unpack_from(content)
+        numbers_end = _HEADER.size + count * _NUMBER.itemsize
+        if len(content) > SENT_BYTES or numbers_end + 3 * count * height * width != len(content):
+            raise ValueError(f"must have the pixels that its header promises, in at most {SENT_BYTES} bytes")
+        numbers = np.frombuffer(content[_HEADER.size : numbers_end], _NUMBER).tolist()
+        in_order = numbers == sorted(numbers) and max(numbers, default=0) < total
+        if not (FRAMES[0] <= count <= FRAMES[1] and count % _PAIR == 0 and min(height, width) > 0 and in_order):
+            raise ValueError(f"must have an even number of {FRAMES[0]} to {FRAMES[1]} frames in the order of the video")
+        if not (math.isfinite(rate) and rate > 0 and total / rate <= SECONDS):
+            raise ValueError(f"must be of a video of at most {SECONDS} s")
+        pixels = np.frombuffer(content, np.uint8, offset=numbers_end).reshape(count, 3, height, width)
+        return Frames(pixels, tuple(numbers), total, rate)
+
+    def for_engine(self) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Return pixels and description as vLLM takes them."""
+        return torch.from_numpy(self.pixels.copy()), {
+            "fps": self.rate, "frames_indices": list(self.numbers), "total_num_frames": self.total,
+            "duration": self.total / self.rate, "video_backend": "pyav", "do_sample_frames": False,
+        }  # fmt: skip
+
+
+# ---- sampling, in the trainer
+
+
+def sample_once(template: Template) -> None:
+    """Have a template show the frames that the trainer has chosen, in place of choosing its own."""
+    template.replace_tag = partial(_replace_tag, template)
+
+
+def _replace_tag(template: Template, media_type: str, index: int, inputs: Any) -> Any:
+    if media_type != "video":
+        return type(template).replace_tag(template, media_type, index, inputs)
+    [shown] = shown_videos(template, {**vars(inputs), "videos": [inputs.videos[index]]})
+    inputs.videos[index] = Frames.of_file(shown).for_engine()
+    inputs.mm_processor_kwargs |= {"do_resize": False, "do_sample_frames": False}
+    return ["<|vision_start|><|video_pad|><|vision_end|>"]
+
+
+def as_shown(template: Template, content: bytes, options: Mapping[str, Any]) -> bytes:
+    """Return what engine and trainer see of a file. Raises UnreadableVideo for one outside of the limits."""
+    if content.startswith(_MAGIC):
+        return content
+    return _as_shown(template, content, tuple(sorted(options.items())))
+
+
+@lru_cache(maxsize=8)
+def _as_shown(template: Template, content: bytes, options: tuple[tuple[str, Any], ...]) -> bytes:
+    package = package_of(template)
+    try:
+        pixels, about, rate = _decode(content, dict(options), package.smart_nframes)
+        inputs = SimpleNamespace(videos=["a video"], chat_template_kwargs=dict(options), mm_processor_kwargs={})
+        with ExitStack() as stack:
+            for name, value in (
+                ("VIDEO_READER_BACKENDS", {"torchvision": lambda _: (pixels, about, rate)}),
+                ("get_video_reader_backend", lambda: "torchvision"),
+            ):
+                stack.enter_context(replaced(package, name, value))
+            type(template).replace_tag(template, "video", 0, inputs)
+    except UnreadableVideo:
+        raise
+    except Exception as error:  # of ffmpeg, or of the template: too few frames, sides too different
+        raise UnreadableVideo(f"cannot be shown: {error}") from error
+    [seen] = inputs.videos
+    resized = (seen[0] if isinstance(seen, tuple) else seen).to(torch.uint8).numpy()
+    frames = Frames(resized, tuple(about["frames_indices"]), about["total_num_frames"], about["fps"])
+    if resized.nbytes > SENT_BYTES - 2**14 or len(resized) > FRAMES[1]:
+        count, _, height, width = resized.shape
+        raise UnreadableVideo(
+            f"is shown as {count} frames of {width} x {height} pixels; at most {SENT_BYTES} bytes and {FRAMES[1]} "
+            "frames can be trained: use a smaller fps, max_frames or max_pixels in the row's chat_template_kwargs"
+        )
+    return frames.as_file()
+
+
+def package_of(template: Template) -> ModuleType:
+    """Return the module of Qwen's package with which a template chooses and resizes frames."""
+    from qwen_vl_utils import vision_process
+
+    module: ModuleType = vision_process
+    return module
+
+
+def _decode(content: bytes, options: dict[str, Any], choose: Any) -> tuple[torch.Tensor, dict[str, Any], float]:
+    """Return the chosen frames [frames, colours, height, width], what the template reads about them, and their rate."""
+    import av  # needed for videos only
+
+    if len(content) > BYTES:
+        raise UnreadableVideo(f"has {len(content)} bytes; at most {BYTES} can be trained")
+    found = (demuxer for place, begin, demuxer in _CONTAINERS if content.startswith(begin, place))
+    demuxer = next(found, None)
+    if demuxer is None:
+        raise UnreadableVideo(f"begins with {content[:12]!r} and is none of MP4, MOV, MKV, WebM and AVI; convert it")
+    with av.open(BytesIO(content), "r", format=demuxer) as file:
+        if not file.streams.video:
+            raise UnreadableVideo("has no pictures")
+        stream = file.streams.video[0]
+        rate = float(stream.average_rate or 0)
+        total = sum(packet.size > 0 for packet in file.demux(stream))
+        width, height = stream.codec_context.width, stream.codec_context.height
+    if not rate or total / rate > SECONDS:
+        raise UnreadableVideo(f"has {total / rate if rate else math.inf:g} seconds; at most {SECONDS} can be trained")
+    count = choose(options, total_frames=total, video_fps=rate)
+    if 3 * count * width * height > DECODED_BYTES:
+        raise UnreadableVideo(
+            f"shows {count} frames of {width} x {height} pixels; at most {DECODED_BYTES} bytes can be decoded: use a "
+            "smaller fps or max_frames in the row's chat_template_kwargs"
+        )
+    numbers = torch.linspace(0, total - 1, count).round().long().tolist()
+    chosen, wanted = [], set(numbers)
+    with av.open(BytesIO(content), "r", format=demuxer) as file:
+        for number, frame in enumerate(file.decode(video=0)):
+            if number in wanted:
+                chosen.append(frame.to_ndarray(format="rgb24"))
+            if number == numbers[-1]:
+                break
+    if len(chosen) != count or any(frame.shape != chosen[0].shape for frame in chosen):
+        raise UnreadableVideo(f"is cut off or damaged: {len(chosen)} of {count} frames can be read")
+    about = {"fps": rate, "frames_indices": numbers, "total_num_frames": total, "video_backend": "pyav"}
+    return torch.from_numpy(np.stack(chosen)).permute(0, 3, 1, 2), about, count / total * rate
+
+
+# ---- what a model reads
+
+
+@dataclass(frozen=True, slots=True)
+class VideoFormat:
+    """The way in which a model's processor cuts frames, and the tokens that stand for a video (Qwen-VL)."""
+
+    processor: Any  # transformers' video processor
+    tokenizer: Any
+    start: int  # tokens that mark the start and the end of an image
+    end: int
+    placeholder: int
+    positions_per_second: float | None  # None: pairs of frames are one position apart
+    writes_times: bool  # each pair of frames stands alone, behind a text with its time
+
+    def read(self, shown: bytes) -> list[ModelFrames]:
+        """Return a video as one object, or as one for each pair of frames."""
+        frames, digest = Frames.of_file(shown), digest_of(shown)
+        height, width = (side // self.processor.patch_size for side in frames.pixels.shape[2:])
+        times = frames.times
+        if not self.writes_times:
+            per_second = self.positions_per_second
+            step = 1.0 if per_second is None else frames.seconds_of_pair * per_second
+            return [self._make(digest, (len(times), height, width), frames.pixels, step=step)]
+        pairs = [frames.pixels[_PAIR * i : _PAIR * (i + 1)] for i in range(len(times))]
+        last = len(times) - 1
+        return [
+            self._make(digest, (1, height, width), pair, time=time, ends=i == last)
+            for i, (pair, time) in enumerate(zip(pairs, times, strict=True))
+        ]
+
+    def _make(self, digest: str, grid: tuple[int, int, int], pixels: np.ndarray, **others: Any) -> ModelFrames:
+        encode = partial(self._cut, pixels, grid)
+        return ModelFrames(digest, grid, MERGE, channels_of(self.processor), encode, **others)
+
+    def _cut(self, pixels: np.ndarray, grid: tuple[int, int, int]) -> torch.Tensor:
+        found = self.processor(
+            videos=[torch.from_numpy(pixels.copy())], do_resize=False, do_sample_frames=False, do_rescale=False,
+            do_normalize=False, return_tensors="pt",
+        )  # fmt: skip
+        assert tuple(found["video_grid_thw"][0].tolist()) == grid
+        patches: torch.Tensor = found["pixel_values_videos"]
+        return patches
+
+    def tokens_of(self, frames: ModelFrames) -> list[int]:
+        """Return the tokens with which engines show these frames."""
+        shown = [self.placeholder] * frames.num_tokens
+        if frames.time is None:
+            return shown
+        written = self.tokenizer.encode(f"<{frames.time:.1f} seconds>", add_special_tokens=False)
+        return [*written, self.start, *shown, self.end]
+
+
+def video_format(template: Template) -> VideoFormat | None:
+    """Return the way in which the processor of a template cuts videos; None: rows with videos are refused."""
+    processor = template.processor
+    kind = type(processor).__name__
+    if not kind.startswith(("Qwen2VL", "Qwen2_5_VL", "Qwen3VL")):
+        return None
+    tokens = processor.tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>", processor.video_token])
+    per_second = template.config.vision_config.tokens_per_second if kind.startswith("Qwen2_5_VL") else None
+    start, end, placeholder = tokens
+    writes_times = kind.startswith("Qwen3VL")
+    return VideoFormat(
+        processor.video_processor, processor.tokenizer, start, end, placeholder, per_second, writes_times
+    )
+
+
+def shown_videos(template: Template, row: Mapping[str, Any]) -> Sequence[bytes]:
+    """Return what engine and trainer see of the videos of a row, in order."""
+    return [as_shown(template, video_bytes(source), options_of(row)) for source in videos_of(row)]

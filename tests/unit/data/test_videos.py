@@ -1,0 +1,186 @@
+"""Videos of rows: limits by their headers, the frames that are chosen, and what engines are sent of them."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+import torch
+from swift.model import get_processor
+from swift.template import Template, get_template
+
+from swift_megatron_grpo.cli.check_layouts.layouts import template_for_images
+from swift_megatron_grpo.cli.tiny_models import TINY, Shape, save_composite
+from swift_megatron_grpo.data import videos
+from swift_megatron_grpo.data.encoders import encoder_of
+from swift_megatron_grpo.data.image_reader import ImageReader
+from swift_megatron_grpo.data.videos import Frames, UnreadableVideo, as_shown, shown_videos, video_bytes
+
+SMALL = {"min_pixels": 32 * 32, "max_pixels": 64 * 64}
+
+
+def encoded(frames: int = 12, rate: int = 4, codec: str = "ffv1", container: str = "matroska") -> bytes:
+    """Return a video of grey frames, each brighter than the one before, of 96 x 64 pixels; ffv1 loses nothing."""
+    file = BytesIO()
+    with av.open(file, "w", format=container) as writer:
+        stream = writer.add_stream(codec, rate=rate)
+        stream.width, stream.height, stream.pix_fmt = 96, 64, "bgr0" if codec == "ffv1" else "yuv420p"
+        for number in range(frames):
+            pixels = np.full((64, 96, 3), 2 * number % 256, dtype=np.uint8)
+            writer.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        writer.mux(stream.encode())
+    return file.getvalue()
+
+
+def shown(count: int = 4, height: int = 32, width: int = 64, total: int = 8, rate: float = 4.0) -> bytes:
+    pixels = np.random.default_rng(0).integers(0, 256, (count, 3, height, width), dtype=np.uint8)
+    return Frames(pixels, tuple(range(0, total, total // count))[:count], total, rate).as_file()
+
+
+def header(*values: float) -> bytes:
+    return struct.pack("<8sIIIId", b"FRAMES1\n", *values)
+
+
+GOOD = shown()
+HOSTILE = {
+    "an MP4": encoded(codec="mpeg4", container="mp4"),
+    "a PNG": b"\x89PNG\r\n\x1a\n" + bytes(200),
+    "a path": b"/etc/passwd",
+    "an address": b"http://127.0.0.1/video.mp4",
+    "a playlist": b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n",
+    "nothing": b"",
+    "a header alone": GOOD[:36],
+    "half a header": GOOD[:20],
+    "a pixel less": GOOD[:-1],
+    "a pixel more": GOOD + b"\0",
+    "a promise of terabytes": header(768, 2**31, 2**31, 768, 2.0) + bytes(1000),
+    "a promise of more than 32 bits": header(2**32 - 1, 2**32 - 1, 2**32 - 1, 2**32 - 1, 2.0) + bytes(1000),
+    "no frames": header(0, 32, 32, 8, 2.0),
+    "no height": header(2, 0, 32, 8, 2.0) + bytes(8),
+    "three frames": header(3, 2, 2, 8, 2.0) + struct.pack("<3I", 0, 1, 2) + bytes(36),
+    "more frames than a model sees": header(770, 1, 1, 770, 100.0) + bytes(4 * 770 + 3 * 770),
+    "frames in another order": header(2, 2, 2, 8, 2.0) + struct.pack("<2I", 5, 1) + bytes(24),
+    "frames behind the end": header(2, 2, 2, 8, 2.0) + struct.pack("<2I", 1, 8) + bytes(24),
+    "10 hours": header(2, 2, 2, 36_000, 1.0) + struct.pack("<2I", 0, 1) + bytes(24),
+    "a rate of 0": header(2, 2, 2, 8, 0.0) + struct.pack("<2I", 0, 1) + bytes(24),
+    "a rate of no number": header(2, 2, 2, 8, float("nan")) + struct.pack("<2I", 0, 1) + bytes(24),
+    "an infinite rate": header(2, 2, 2, 8, float("inf")) + struct.pack("<2I", 0, 1) + bytes(24),
+    "a negative rate": header(2, 2, 2, 8, -2.0) + struct.pack("<2I", 0, 1) + bytes(24),
+}
+
+
+@pytest.fixture(scope="module")
+def templates(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Template]:
+    made = {}
+    for kind in ("qwen2_5_vl", "qwen3_vl", "glm4v"):
+        folder = tmp_path_factory.mktemp(kind)
+        save_composite(folder, Shape(kind, TINY))
+        made[kind] = get_template(
+            get_processor(str(folder), model_type=kind), template_type=template_for_images(kind), max_length=64
+        )
+    return made
+
+
+def row(*sources: Any, **options: Any) -> dict[str, Any]:
+    message = {"role": "user", "content": "<video>" * len(sources) + "?"}
+    return {"messages": [message], "videos": list(sources), "chat_template_kwargs": SMALL | options}
+
+
+@pytest.mark.parametrize(("options", "numbers"), [({}, [0, 2, 4, 7, 9, 11]), ({"nframes": 2}, [0, 11]),
+                                                  ({"fps": 4.0, "max_frames": 4}, [0, 4, 7, 11])])  # fmt: skip
+def test_frames_are_chosen_as_by_the_template(
+    templates: Mapping[str, Template], options: dict[str, Any], numbers: list[int]
+) -> None:
+    """A frame's brightness is its number: 3 seconds at 4 frames per second, of which 2 are shown by default."""
+    [sent] = shown_videos(templates["qwen2_5_vl"], row(encoded(), **options))
+    frames = Frames.of_file(sent)
+    assert (list(frames.numbers), frames.total, frames.rate) == (numbers, 12, 4.0)
+    assert frames.pixels[:, 0, 0, 0].tolist() == [2 * number for number in numbers]
+    assert frames.times == [(a + b) / 8 for a, b in zip(numbers[::2], numbers[1::2], strict=True)]
+    assert frames.as_file() == sent and frames.seconds_of_pair == pytest.approx(2 * 3 / len(numbers))
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize(("codec", "container"), [("mpeg4", "mp4"), ("mpeg4", "avi"), ("ffv1", "matroska")])
+def test_engine_and_trainer_see_the_same_frames(
+    templates: Mapping[str, Template], kind: str, codec: str, container: str
+) -> None:
+    """The engine may have the row's file, or the frames that the trainer sends: the template shows it the same."""
+    content, reader = encoded(codec=codec, container=container), ImageReader(templates[kind])
+    [sent] = shown_videos(templates[kind], row(content))
+    encoder = encoder_of(templates[kind])
+    for source in (content, base64.b64encode(sent).decode(), {"bytes": content, "path": None}):
+        [(pixels, about)] = encoder.encode(row(source))["videos"]
+        assert torch.equal(pixels, torch.from_numpy(Frames.of_file(sent).pixels.copy()))
+        assert about["frames_indices"] == list(Frames.of_file(sent).numbers)
+    media = reader.images(row(content))
+    processor = templates[kind].processor.video_processor
+    expected = processor(videos=[pixels], do_resize=False, do_sample_frames=False, return_tensors="pt")
+    assert sum(part.grid[0] for part in media) == expected["video_grid_thw"][0, 0]
+    patches = torch.cat([part.encode() for part in media])
+    assert patches.dtype == torch.uint8
+    factor, offset = torch.tensor(media[0].channels).repeat_interleave(patches.shape[1] // 3, dim=0).unbind(1)
+    assert (patches * factor + offset - expected["pixel_values_videos"]).abs().max() < 5e-7
+    again = reader.images(row(sent))
+    assert all(a is b for a, b in zip(media, again, strict=True))  # one object, however often it is read
+
+
+def test_each_pair_has_its_time_in_the_text(templates: Mapping[str, Template]) -> None:
+    """vLLM writes it so for a Qwen3-VL, between the marks of start and end that the template has written."""
+    reader = ImageReader(templates["qwen3_vl"])
+    media = reader.images(row(encoded(), encoded(frames=8)))
+    tokens = reader.expand(reader.encode_prompt(row(encoded(), encoded(frames=8))), media)
+    text = templates["qwen3_vl"].tokenizer.decode(tokens)
+    pad = "<|vision_start|><|video_pad|><|video_pad|><|vision_end|>"
+    first, second = (
+        "".join(f"<{time} seconds>{pad}" for time in times) for times in (("0.2", "1.4", "2.5"), ("0.2", "1.5"))
+    )
+    assert f"<|vision_start|>{first}<|vision_end|><|vision_start|>{second}<|vision_end|>?" in text
+
+
+@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
+def test_only_the_form_of_the_trainer_is_taken_for_frames(content: bytes) -> None:
+    with pytest.raises(ValueError, match="must "):
+        Frames.of_file(content)
+
+
+def test_files_beyond_the_limits_are_refused(
+    templates: Mapping[str, Template], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def problem(content: Any, **options: Any) -> str:
+        with pytest.raises(UnreadableVideo) as raised:
+            as_shown(templates["qwen2_5_vl"], video_bytes(content), SMALL | options)
+        return str(raised.value)
+
+    good = encoded()
+    assert "and is none of MP4, MOV" in problem(b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n")
+    assert "has 1201 seconds; at most 600" in problem(encoded(frames=1201, rate=1, codec="mpeg4", container="avi"))
+    assert "cannot be shown" in problem(good[:200])
+    assert "cannot be shown" in problem(encoded(codec="mpeg4", container="mp4")[:-500])
+    damaged = bytearray(encoded(frames=18))
+    damaged[len(damaged) // 2 :] = bytes(byte ^ 255 for byte in damaged[len(damaged) // 2 :])
+    assert "cannot be shown" in problem(bytes(damaged), nframes=18)
+    assert "cannot be shown: nframes should" in problem(encoded(frames=1))
+    assert "cannot be read: " in problem(str(tmp_path / "missing.mp4"))
+    assert problem(3).startswith("is int, neither")
+    monkeypatch.setattr(videos, "DECODED_BYTES", 3 * 6 * 96 * 64 - 1)
+    assert "shows 6 frames of 96 x 64 pixels; at most" in problem(good)
+    monkeypatch.undo()
+    monkeypatch.setattr(videos, "SENT_BYTES", 2**14 + 100)
+    assert "use a smaller fps, max_frames or max_pixels" in problem(encoded(frames=16))
+    monkeypatch.setattr(videos, "BYTES", 100)
+    assert "bytes; at most 100" in problem(encoded(frames=14))
+
+
+def test_a_model_of_another_family_takes_no_videos(templates: Mapping[str, Template]) -> None:
+    reader = ImageReader(templates["glm4v"])
+    assert reader.videos is None
+    with pytest.raises(UnreadableVideo, match="takes no videos"):
+        reader.frames(GOOD)
