@@ -103,6 +103,7 @@ def configure_server(args: GRPOArguments) -> config.ServerConfig | None:
         turns=servers.turns,
         images=args.most_images,
         recordings=args.most_recordings,
+        videos=args.most_videos,
         returns_experts=args.of(routing.Routing).requested(1) > 0,
         quantization=args.rollout_quantization,
     )

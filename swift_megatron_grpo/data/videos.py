@@ -8,7 +8,7 @@ with the times of the frames, which promises the length of the pixels behind it,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -33,7 +33,7 @@ SENT_BYTES = 2**26  # of the frames that engines are sent
 FRAMES = (2, 768)  # that a model sees; ms-swift's most
 OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels")  # of a row
 _PAIR = 2  # frames that become one patch in time
-_MAGIC = b"FRAMES1\n"
+MAGIC = b"FRAMES1\n"
 _HEADER = Struct("<8sIIIId")  # magic, frames, height, width, frames of the file, frames of the file per second
 _NUMBER = np.dtype("<u4")  # of a frame in the file
 # how files begin, at a byte, and the demuxers of ffmpeg that read them: none opens another file or an address
@@ -87,13 +87,13 @@ class Frames:
 
     def as_file(self) -> bytes:
         count, _, height, width = self.pixels.shape
-        header = _HEADER.pack(_MAGIC, count, height, width, self.total, self.rate)
+        header = _HEADER.pack(MAGIC, count, height, width, self.total, self.rate)
         return header + np.array(self.numbers, _NUMBER).tobytes() + self.pixels.tobytes()
 
     @staticmethod
     def of_file(content: bytes) -> Frames:
         """Return the frames of such a file. Raises ValueError for any other; nothing is decoded for that."""
-        if len(content) < _HEADER.size or not content.startswith(_MAGIC):
+        if len(content) < _HEADER.size or not content.startswith(MAGIC):
             raise ValueError("must be the frames of a video, as the trainer sends them")
         _, count, height, width, total, rate = _HEADER.unpack_from(content)
         numbers_end = _HEADER.size + count * _NUMBER.itemsize
@@ -135,7 +135,7 @@ def _replace_tag(template: Template, media_type: str, index: int, inputs: Any) -
 
 def as_shown(template: Template, content: bytes, options: Mapping[str, Any]) -> bytes:
     """Return what engine and trainer see of a file. Raises UnreadableVideo for one outside of the limits."""
-    if content.startswith(_MAGIC):
+    if content.startswith(MAGIC):
         return content
     return _as_shown(template, content, tuple(sorted(options.items())))
 
@@ -269,21 +269,25 @@ class VideoFormat:
         return [*written, self.start, *shown, self.end]
 
 
+def video_placeholder(processor: Any) -> int:
+    return int(processor.tokenizer.convert_tokens_to_ids(processor.video_token))
+
+
 def video_format(template: Template) -> VideoFormat | None:
     """Return the way in which the processor of a template cuts videos; None: rows with videos are refused."""
     processor = template.processor
     kind = type(processor).__name__
     if not kind.startswith(("Qwen2VL", "Qwen2_5_VL", "Qwen3VL")):
         return None
-    tokens = processor.tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>", processor.video_token])
+    start, end = processor.tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>"])
+    placeholder = video_placeholder(processor)
     per_second = template.config.vision_config.tokens_per_second if kind.startswith("Qwen2_5_VL") else None
-    start, end, placeholder = tokens
     writes_times = kind.startswith("Qwen3VL")
     return VideoFormat(
         processor.video_processor, processor.tokenizer, start, end, placeholder, per_second, writes_times
     )
 
 
-def shown_videos(template: Template, row: Mapping[str, Any]) -> Sequence[bytes]:
+def shown_videos(template: Template, row: Mapping[str, Any]) -> list[bytes]:
     """Return what engine and trainer see of the videos of a row, in order."""
     return [as_shown(template, video_bytes(source), options_of(row)) for source in videos_of(row)]

@@ -33,8 +33,8 @@ def infer_request(prompt: Prompt, include_extra: bool = False) -> RolloutInferRe
 
 
 def without_media(prompt: Prompt) -> Prompt:
-    """Return the prompt without its images and recordings, which a server is sent separately."""
-    others = {name: value for name, value in prompt.row.items() if name not in ("images", "audios")}
+    """Return the prompt without its media, which a server is sent separately."""
+    others = {name: value for name, value in prompt.row.items() if name not in ("images", "audios", "videos")}
     return Prompt(prompt.prompt_id, others)
 
 

@@ -70,6 +70,7 @@ class ServerConfig:
     turns: RemoteTurnsConfig | None = None  # None: completions of one turn
     images: int = 0  # the most in a row of the datasets
     recordings: int = 0  # the most in a row
+    videos: int = 0  # the most in a row
     returns_experts: bool = False  # this run requests which experts the servers' routers choose
     quantization: Quantization = "none"  # that the servers must have as well
 

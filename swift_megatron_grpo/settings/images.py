@@ -66,11 +66,6 @@ class Images(Flags):
             )
 
     @rule
-    def videos_are_for_an_engine_in_the_trainer(self, rows: DataShape) -> Faults:
-        if rows.videos and self.vllm_mode == "server":
-            yield "rows of the dataset have videos, which servers do not take yet; use --vllm_mode colocate"
-
-    @rule
     def vllm_divides_the_image_part(self, config: Mapping[str, Any], rows: DataShape) -> Faults:
         heads, size = _vision(config).get("num_heads"), self.vllm_tensor_parallel_size
         if self.vllm_mode == "server" or not rows.seen or not isinstance(heads, int):

@@ -64,7 +64,7 @@ def start(args: grpo_arguments.GRPOArguments, template: Template) -> Start:
     server, servers = to_config.configure_server(args), None
     if server is not None:
         sender = WeightSender(torch.device(torch.cuda.current_device()), server.bucket_bytes)
-        servers = RemoteVllm(server, sender, coordinator.rank, stop.raise_if_out_of_time)
+        servers = RemoteVllm(server, sender, coordinator.rank, stop.raise_if_out_of_time, template)
         environments_grade = coordinator.all_gather_or_raise(servers.check, "reaching the rollout servers")
         args.set_grading_of_servers(any(environments_grade))
     settings = to_config.configure(args)

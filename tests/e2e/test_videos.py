@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import random
 import re
@@ -10,8 +11,12 @@ from pathlib import Path
 import pytest
 
 from scripts.make_image_dataset import make_rows, save_video
+from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
 from tests.e2e.test_images import COLOURS, EVERYTHING, SMALL
+from tests.e2e.test_server_attacks import respond
 from tests.support.runs import PLUGINS, Finished, make_model, megatron_rlhf
+from tests.support.servers import KEY, RolloutServer
+from tests.unit.data.test_videos import HOSTILE, shown
 
 pytestmark = pytest.mark.e2e
 FLAGS = [*SMALL, "--sync_check", "full"]
@@ -84,3 +89,52 @@ def test_rows_beyond_the_limits_are_refused_before_a_model_loads(folder: Path) -
         (dataset.parent / "3-0.mp4").write_bytes(content)
         run = megatron_rlhf(model, dataset, folder / "cut-run", 1, SMALL, rewards=False)
         assert run.code != 0 and "row 3" in run.output and problem in run.output, run.output[-2000:]
+
+
+def attack(server: RolloutServer) -> None:
+    """Send hostile videos, by each way that reaches ms-swift's template, and see that the server refuses them."""
+    odd_sides = shown(count=2, height=3, width=5)
+    for content in (*HOSTILE.values(), odd_sides):
+        sent = base64.b64encode(content).decode()
+        part = {"type": "video", "video": f"data:video/mp4;base64,{sent}"}
+        for request in (
+            {"messages": [{"role": "user", "content": "?"}], "videos": [sent]},
+            {"messages": [{"role": "user", "content": [part]}]},
+            {"messages": [{"role": "user", "content": "?"}], "videos": [content.decode("latin1")[:1000]]},
+        ):
+            body = {"infer_requests": [request], "request_config": {"max_tokens": 2}}
+            status, text = respond(server, "POST", "/infer/", body)
+            assert status == 422 and "passwd" not in text, text
+    assert respond(server, "GET", "/health")[0] == 200
+
+
+def test_servers_see_the_same_although_one_is_killed(folder: Path) -> None:
+    """Frames are sent as the trainer has sampled them: no path and no file of a dataset reaches a server."""
+    model = make_model(folder / "served-model", "qwen2_5_vl")
+    dataset = make_dataset(folder / "served", [1, 0], [1, 2, 0])
+    limits = ["--vllm_limit_mm_per_prompt", '{"image": 1, "video": 2}', "--max_length", "256"]
+    servers = [RolloutServer(model, folder / f"server{i}.txt", limits).start() for i in range(2)]
+    killed: list[str] = []
+    attack(servers[1].wait())
+
+    def kill(line: str) -> None:
+        if "may generate with weights 1" in line and not killed:
+            killed.append(line)
+            servers[0].kill()
+
+    try:
+        flags = [*FLAGS, *EVERYTHING, "--vllm_mode", "server", "--vllm_server_base_url"]
+        flags += [server.wait().url for server in servers]
+        run = megatron_rlhf(
+            model, dataset, folder / "remote", 1, flags, {API_KEY_VARIABLE: KEY}, on_line=kill, rewards=False
+        )
+    finally:
+        for server in servers:
+            server.stop()
+    assert killed and "is lost: " in run.output
+    check(run)
+    local = megatron_rlhf(model, dataset, folder / "local", 1, [*FLAGS, *EVERYTHING], rewards=False)
+    assert local.code == 0, local.output[-4000:]
+    for values, expected in zip(run.log, local.log, strict=True):
+        for name in ("loss", "grad_norm", "reward", "completions/mean_length"):
+            assert values[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6)

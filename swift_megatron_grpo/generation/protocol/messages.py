@@ -23,7 +23,7 @@ from swift_megatron_grpo.packing.expert_rows import decode_rows, encode_rows
 from swift_megatron_grpo.types import ExpertRows
 
 T = TypeVar("T")
-PROTOCOL = 15  # increased by every change that is not compatible
+PROTOCOL = 16  # increased by every change that is not compatible
 NO_WEIGHTS = -1  # version of a server that has the checkpoint's weights, or newer ones only in part
 RUN_HEADER = "X-GRPO-Run"  # the name of the run that sends a request; the status shows it
 RUN_SECRET_HEADER = "X-GRPO-Run-Secret"  # proves that the request is from that run; no server reports it
@@ -174,6 +174,7 @@ class ServerStatus:
     held_media: tuple[str, ...]  # image, video, audio: it holds the parts of the model for these, which have to be sent
     images_per_prompt: StrictInt  # that it accepts; 0: none
     recordings_per_prompt: StrictInt
+    videos_per_prompt: StrictInt
     quantization: str  # its --rollout_quantization
     returns_experts: StrictBool  # it can report which experts its routers choose
     conversations: ConversationSettings | None  # None: a completion is one turn

@@ -31,12 +31,16 @@ def problems_of(status: ServerStatus, config: ServerConfig) -> list[str]:
         f"its vllm_max_model_len ({status.max_model_len}) is shorter than the text that verifies its weights; "
         f"start it with --vllm_max_model_len {config.needed_length}": status.max_model_len < config.least_length,
         f"it accepts {status.images_per_prompt} images in a prompt, and a row of the dataset has {config.images}; "
-        f"""start it with --vllm_limit_mm_per_prompt '{{"image": {config.images}, "video": 0}}'""": (
+        f"""start it with --vllm_limit_mm_per_prompt '{{"image": {config.images}, "video": {config.videos}}}'""": (
             status.images_per_prompt < config.images
+        ),
+        f"it accepts {status.videos_per_prompt} videos in a prompt, and a row of the dataset has {config.videos}; "
+        f"""start it with --vllm_limit_mm_per_prompt '{{"image": {config.images}, "video": {config.videos}}}'""": (
+            status.videos_per_prompt < config.videos
         ),
         f"it accepts {status.recordings_per_prompt} recordings in a prompt, and a row of the dataset has "
         f"{config.recordings}; start it with --vllm_limit_mm_per_prompt "
-        f"""'{{"image": {config.images}, "video": 0, "audio": {config.recordings}}}'""": (
+        f"""'{{"image": {config.images}, "video": {config.videos}, "audio": {config.recordings}}}'""": (
             status.recordings_per_prompt < config.recordings
         ),
         "it was started with max_logprobs 0 in --vllm_engine_kwargs, so it cannot return the log-probs of sampled "

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
+from swift.template import Template
 from swift.utils import get_logger
 
 from swift_megatron_grpo.generation import interface
@@ -47,9 +48,18 @@ class RemoteVllm:
     """All rollout servers of the run as one engine; each server is a replica."""
 
     def __init__(
-        self, config: ServerConfig, sender: WeightSender, rank: int, check_stop: Callable[[], None] = do_nothing
+        self,
+        config: ServerConfig,
+        sender: WeightSender,
+        rank: int,
+        check_stop: Callable[[], None] = do_nothing,
+        template: Template | None = None,
     ) -> None:
-        """`check_stop` raises an exception if the run stops and waiting for servers would take too long."""
+        """`check_stop` raises an exception if the run stops and waiting for servers would take too long.
+
+        `template`: samples the videos of prompts; None: they have none.
+        """
+        self._template = template
         self.share = interface.Share(index=0, of=1, reports=rank == 0)
         self.memory_to_wake = 0
         self._config, self._sender = config, sender
@@ -201,7 +211,7 @@ class RemoteVllm:
                     server.invalidate_weights()
 
     def start_scoring(self, text: ScoredText) -> Callable[[], dict[str, list[float]]]:
-        files = {"image": text.image, "recording": text.recording}
+        files = {"image": text.image, "recording": text.recording, "video": text.video}
         media = {name: None if file is None else base64.b64encode(file).decode("ascii") for name, file in files.items()}
         payload = {"tokens": list(text.tokens), **media, "weights_version": self._version}
         by_server = self._start_requests(lambda server, timeout: server.client.score_text(payload, timeout))
@@ -247,7 +257,9 @@ class RemoteVllm:
         if self._events is None:
             return interface.BatchGeneration(dict)  # this rank contacts no server, so it has no results
         older = [generation for generation in self._generations if generation.is_running]
-        generation = RemoteGeneration(self._events, self._servers, requests, group_size, sampling, self._version, older)
+        generation = RemoteGeneration(
+            self._events, self._servers, requests, group_size, sampling, self._version, older, self._template
+        )
         self._generations = [*older, generation]
         return generation
 

@@ -14,15 +14,17 @@ import asyncio
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
+from swift.template import Template
 from swift.utils import get_logger
 
-from swift_megatron_grpo.data.images import files_of
+from swift_megatron_grpo.data.images import digest_of, files_of
 from swift_megatron_grpo.data.recordings import heard_files_of
+from swift_megatron_grpo.data.videos import shown_videos
 from swift_megatron_grpo.generation.interface import AnsweredRequest, Progress, Request
 from swift_megatron_grpo.generation.protocol.messages import (
     CONFLICT,
@@ -52,7 +54,9 @@ logger = get_logger()
 class _Payloads:
     """Requests in JSON types. The completions of a prompt share its request and its images, which are read once."""
 
-    def __init__(self, sampling: SamplingConfig, has_turns: bool) -> None:
+    def __init__(self, sampling: SamplingConfig, has_turns: bool, videos: Mapping[str, list[bytes]]) -> None:
+        """`videos`: what servers are sent of those of each prompt; sampling them here would hold up the event loop."""
+        self._videos = {name: [(digest_of(file), file) for file in files] for name, files in videos.items()}
         self._sampling = sampling
         self._has_turns = has_turns
         self._images: dict[str, list[tuple[str, bytes]]] = {}  # by prompt
@@ -70,7 +74,7 @@ class _Payloads:
         return self._recordings[prompt.prompt_id]
 
     def media(self, prompt: Prompt) -> list[tuple[str, bytes]]:
-        return [*self.images(prompt), *self.recordings(prompt)]
+        return [*self.images(prompt), *self._videos.get(prompt.prompt_id, ()), *self.recordings(prompt)]
 
     def payload(self, request: Request, version: int) -> dict[str, Any]:
         sampling, name = self._sampling, request.prompt.prompt_id
@@ -85,6 +89,7 @@ class _Payloads:
             ),
             "image_digests": [digest for digest, _ in self.images(request.prompt)],
             "audio_digests": [digest for digest, _ in self.recordings(request.prompt)],
+            "video_digests": [digest for digest, _ in self._videos.get(name, ())],
             "experts": request.returns_experts,
             "weights_version": version,
         }
@@ -102,6 +107,7 @@ class RemoteGeneration:
         sampling: SamplingConfig,
         version: int,
         older: Sequence[RemoteGeneration] = (),
+        template: Template | None = None,  # samples the videos of prompts; None: they have none
     ) -> None:
         self._events, self._servers = events, servers
         self._older = list(older)
@@ -114,7 +120,9 @@ class RemoteGeneration:
         self._groups: dict[int, dict[int, Rollout]] = defaultdict(dict)
         self._first: dict[int, tuple[str, list[int]]] = {}
         self._lost_requests = LostRequests()
-        self._payloads = _Payloads(sampling, has_turns=servers.config.turns is not None)
+        rows = {request.prompt.prompt_id: request.prompt.row for request in requests}
+        videos = {name: shown_videos(template, row) for name, row in rows.items()} if template else {}
+        self._payloads = _Payloads(sampling, servers.config.turns is not None, videos)
         self._failure: BaseException | None = None
         self._wake_up = asyncio.Event()  # of `_run`: a request ended, a server came or went, or `stop` was called
         self._advanced = asyncio.Event()  # of `_next`: `_run` has woken up or ended

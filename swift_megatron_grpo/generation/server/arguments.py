@@ -139,6 +139,7 @@ class GRPORolloutArguments(RolloutArguments):
             accepts_media=engine_settings["accepts_media"],
             images=engine_settings["status"]["images_per_prompt"],
             recordings=engine_settings["status"]["recordings_per_prompt"],
+            videos=engine_settings["status"]["videos_per_prompt"],
         )
 
     @property

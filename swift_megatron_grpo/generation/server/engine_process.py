@@ -26,6 +26,7 @@ from vllm.sampling_params import RequestOutputKind
 from swift_megatron_grpo.data.image_formats import image_placeholder
 from swift_megatron_grpo.data.images import portable_images
 from swift_megatron_grpo.data.recordings import recording_placeholder
+from swift_megatron_grpo.data.videos import video_placeholder
 from swift_megatron_grpo.generation.conversations.running import Conversations, NoRoom, current, has_room
 from swift_megatron_grpo.generation.protocol.messages import MISSING_IMAGES, Completion, InvalidRequest, packed_logprobs
 from swift_megatron_grpo.generation.protocol.model_identity import model_identity, position_identity, precision_identity
@@ -256,6 +257,7 @@ class EngineCommands:
                 "held_media": sorted(images.held_media(model)),
                 "images_per_prompt": images.most_per_prompt("image", model),
                 "recordings_per_prompt": images.most_per_prompt("audio", model),
+                "videos_per_prompt": images.most_per_prompt("video", model),
                 "model": model_identity(values) | position_identity(values) | precision_identity(model.dtype),
             },
         }
@@ -272,13 +274,13 @@ class EngineCommands:
         tokens_of_all_turns: int | None = None,
         image_digests: Sequence[str] = (),
         audio_digests: Sequence[str] = (),
+        video_digests: Sequence[str] = (),
         experts: bool = False,
     ) -> dict[str, Any]:
         """Generate a completion, or a conversation if this server has a scheduler."""
-        if image_digests:
-            request = {**request, "images": self._images.get([f"image {digest}" for digest in image_digests])}
-        if audio_digests:
-            request = {**request, "audios": self._images.get([f"audio {digest}" for digest in audio_digests])}
+        for kind, digests in (("image", image_digests), ("audio", audio_digests), ("video", video_digests)):
+            if digests:
+                request = {**request, f"{kind}s": self._images.get([f"{kind} {digest}" for digest in digests])}
         if self._conversations is None:
             work = self._single.complete(request, sampling)
         else:
@@ -322,7 +324,7 @@ class EngineCommands:
         return {}
 
     async def score_text(
-        self, tokens: list[int], image: str | None = None, recording: str | None = None
+        self, tokens: list[int], image: str | None = None, recording: str | None = None, video: str | None = None
     ) -> dict[str, Any]:
         """Compute the text's log-probs on each data-parallel replica, because each has its own copy of the weights."""
         processor = self._engine.template.processor
@@ -330,8 +332,10 @@ class EngineCommands:
             raise InvalidRequest("'tokens' must have one placeholder of the image")
         if recording is not None and tokens.count(recording_placeholder(processor)) != 1:
             raise InvalidRequest("'tokens' must have one placeholder of the recording")
-        image_bytes, wav = (None if text is None else base64.b64decode(text) for text in (image, recording))
-        text = ScoredText(tokens, image_bytes, wav)
+        if video is not None and tokens.count(video_placeholder(processor)) != 1:
+            raise InvalidRequest("'tokens' must have one placeholder of the video")
+        files = (None if file is None else base64.b64decode(file) for file in (image, recording, video))
+        text = ScoredText(tokens, *files)
         replicas = self._engine.engine.vllm_config.parallel_config.data_parallel_size
         logprobs = await asyncio.gather(*(self._score(text, replica) for replica in range(replicas)))
         return {"replicas": [packed_logprobs(values) for values in logprobs]}

@@ -25,6 +25,7 @@ from swift.utils import get_logger
 from swift_megatron_grpo import __version__
 from swift_megatron_grpo.data.images import MAX_PIXELS, check_sent, digest_of
 from swift_megatron_grpo.data.recordings import check_heard
+from swift_megatron_grpo.data.videos import MAGIC, Frames
 from swift_megatron_grpo.generation.protocol import messages
 from swift_megatron_grpo.generation.server import gate, pipe, schema
 from swift_megatron_grpo.generation.server.arguments import GRPORolloutArguments
@@ -160,24 +161,34 @@ class RolloutRoutes:
 
     async def _complete(self, run: messages.RunIdentity | None, body: schema.GenerateRequest) -> dict[str, Any]:
         self._require_weights(run, body.weights_version)  # again: the event loop has served others in between
-        included = {"request", "sampling", "tokens_of_all_turns", "image_digests", "audio_digests", "experts"}
+        included = {
+            "request",
+            "sampling",
+            "tokens_of_all_turns",
+            "image_digests",
+            "audio_digests",
+            "video_digests",
+            "experts",
+        }
         arguments = body.model_dump(include=included, exclude_unset=True)
         completion = await self._commands.call("generate", **arguments)
         self._health.record_token()
         return {**completion, "weights_version": body.weights_version}
 
     async def put_image(self, digest: str, client: Request, run: Run) -> dict[str, Any]:
-        """Keep an image or a recording, which requests may name by its digest until others need the room."""
+        """Keep an image, a recording or a video, which requests may name by its digest until others need the room."""
         self._require_lease(run)
         content = await client.body()
         if not self._engine_settings["accepts_media"]:
             raise HTTPException(messages.INVALID, "this server's model takes text only")
         if digest_of(content) != digest:
             raise HTTPException(messages.INVALID, "the body does not have the digest in the path")
-        kind = "audio" if content[8:12] == b"WAVE" else "image"
+        kind = "audio" if content[8:12] == b"WAVE" else "video" if content.startswith(MAGIC) else "image"
         try:
             if kind == "audio":
                 check_heard(content)
+            elif kind == "video":
+                Frames.of_file(content)
             else:
                 check_sent(content, MAX_PIXELS)
         except ValueError as error:

@@ -30,6 +30,7 @@ from pydantic_core import from_json
 
 from swift_megatron_grpo.data.images import MAX_PIXELS, TOOL_ROLES, check_sent
 from swift_megatron_grpo.data.recordings import check_heard
+from swift_megatron_grpo.data.videos import Frames
 from swift_megatron_grpo.generation.protocol.messages import MOST_IN_BATCH, Routes, description
 
 B = TypeVar("B", bound=BaseModel)
@@ -64,6 +65,17 @@ class ContentLimits:
     accepts_media: bool  # the model has an image, video or audio part
     images: int  # of one prompt
     recordings: int = 0  # of one prompt
+    videos: int = 0  # of one prompt
+
+    def check_number(self, kind: str, number: int) -> None:
+        """Raise ValueError for more media of a kind (image, audio, video) than a prompt may have."""
+        limits = {"image": (self.images, "images"), "audio": (self.recordings, "recordings")}
+        most, name = limits.get(kind, (self.videos, "videos"))
+        if number > most:
+            raise ValueError(
+                f"more than {most} {name} in a prompt; start the server with a larger limit of {kind} in "
+                "--vllm_limit_mm_per_prompt"
+            )
 
 
 def prompt_characters(flag: int | None, max_model_len: int) -> int:
@@ -186,12 +198,8 @@ class StockPrompt(Strict):
         if self.objects and not limits.accepts_media:
             raise ValueError("objects belong to images, and this server's model takes text only")
         media = [medium for message in self.messages for medium in message.media]
-        if len(self.images) + sum(kind.startswith("image") for kind, _ in media) > limits.images:
-            raise ValueError(_too_many_images(limits))
-        if len(self.audios) + sum(kind.startswith("audio") for kind, _ in media) > limits.recordings:
-            raise ValueError(_too_many_recordings(limits))
-        if self.videos or any(kind.startswith("video") for kind, _ in media):  # nothing limits what a decoder would do
-            raise ValueError("this server takes no videos; send their frames as images")
+        for kind, listed in (("image", self.images), ("audio", self.audios), ("video", self.videos)):
+            limits.check_number(kind, len(listed) + sum(part.startswith(kind) for part, _ in media))
         contents = [[message.content, message.model_extra] for message in self.messages]
         texts = _texts([contents, self.tools, self.chat_template_kwargs])
         if sum(map(len, texts)) - sum(len(source) for _, source in media) > limits.prompt_characters:
@@ -224,22 +232,15 @@ class GenerateRequest(Strict):
     sampling: Sampling
     image_digests: Annotated[Items[Digest], Field(max_length=1024)] = []  # the prompt's images, which were sent before
     audio_digests: Annotated[Items[Digest], Field(max_length=1024)] = []  # the same of its recordings
+    video_digests: Annotated[Items[Digest], Field(max_length=1024)] = []  # and of its videos
     experts: bool = False  # return the experts that the engine's routers choose
     weights_version: Version  # that the trainer expects
     tokens_of_all_turns: Annotated[int, Field(ge=1, lt=2**31)] | None = None  # limit of a conversation; None: none
 
-    @field_validator("image_digests")
+    @field_validator("image_digests", "audio_digests", "video_digests")
     @classmethod
     def check_number(cls, digests: list[str], info: ValidationInfo) -> list[str]:
-        if len(digests) > _limits(info).images:
-            raise ValueError(_too_many_images(_limits(info)))
-        return digests
-
-    @field_validator("audio_digests")
-    @classmethod
-    def check_number_of_recordings(cls, digests: list[str], info: ValidationInfo) -> list[str]:
-        if len(digests) > _limits(info).recordings:
-            raise ValueError(_too_many_recordings(_limits(info)))
+        _limits(info).check_number(str(info.field_name).removesuffix("_digests"), len(digests))
         return digests
 
 
@@ -251,6 +252,7 @@ class ScoreRequest(Strict):
     tokens: Items[Int32]
     image: Annotated[str, Field(max_length=_PROBE_IMAGE)] | None = None  # a PNG as base64
     recording: Annotated[str, Field(max_length=_PROBE_IMAGE)] | None = None  # a WAV as base64
+    video: Annotated[str, Field(max_length=_PROBE_IMAGE)] | None = None  # frames as base64
     weights_version: Version
 
     @field_validator("image")
@@ -266,14 +268,14 @@ class ScoreRequest(Strict):
                 raise ValueError("is a truncated or damaged image") from None
         return image
 
-    @field_validator("recording")
+    @field_validator("recording", "video")
     @classmethod
-    def check_recording(cls, recording: str | None, info: ValidationInfo) -> str | None:
-        if recording is not None:
-            if not _limits(info).recordings:
-                raise ValueError(_too_many_recordings(_limits(info)))
-            _checked_media(recording, _limits(info), "audio")
-        return recording
+    def check_recording_or_video(cls, medium: str | None, info: ValidationInfo) -> str | None:
+        kind = "audio" if info.field_name == "recording" else "video"
+        if medium is not None:
+            _limits(info).check_number(kind, 1)
+            _checked_media(medium, _limits(info), kind)
+        return medium
 
     @field_validator("tokens")
     @classmethod
@@ -412,15 +414,9 @@ def _checked_media(medium: Any, limits: ContentLimits, kind: str) -> str:
         check_sent(base64.b64decode(uri.partition(",")[2]), MAX_PIXELS)
     elif kind.startswith("audio"):
         check_heard(base64.b64decode(uri.partition(",")[2]))
+    elif kind.startswith("video"):
+        Frames.of_file(base64.b64decode(uri.partition(",")[2]))
     return uri
-
-
-def _too_many_images(limits: ContentLimits) -> str:
-    return f"more than {limits.images} images in a prompt; start the server with a larger --vllm_limit_mm_per_prompt"
-
-
-def _too_many_recordings(limits: ContentLimits) -> str:
-    return f"more than {limits.recordings} recordings in a prompt; start the server with a larger limit of audio"
 
 
 def _texts(value: Any) -> Iterable[str]:

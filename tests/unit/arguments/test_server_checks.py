@@ -96,6 +96,7 @@ def status(**changes: Any) -> ServerStatus:
         "held_media": (),
         "images_per_prompt": 0,
         "recordings_per_prompt": 0,
+        "videos_per_prompt": 0,
         "quantization": "none",
         "returns_experts": False,
         "conversations": None,

@@ -14,7 +14,7 @@ from tests.paths import REPOSITORY
 
 KEY = "a secret key"
 ENGINE = {
-    "status": {"max_model_len": 2**17, "images_per_prompt": 0, "recordings_per_prompt": 0},
+    "status": {"max_model_len": 2**17, "images_per_prompt": 0, "recordings_per_prompt": 0, "videos_per_prompt": 0},
     "vocab_size": 300,
     "accepts_media": False,
 }

@@ -17,9 +17,11 @@ from swift_megatron_grpo.generation.server.engine_process import EngineCommands,
 def run(call: Callable[[EngineCommands], Awaitable[Any]]) -> None:
     """Await what `call` returns for the commands of an engine that runs; it generates nothing here."""
     processor = SimpleNamespace(process_outputs=None)
-    tokenizer = SimpleNamespace(convert_tokens_to_ids={"<image>": 7, "<audio>": 8}.get)
+    tokenizer = SimpleNamespace(convert_tokens_to_ids={"<image>": 7, "<audio>": 8, "<video>": 9}.get)
     template = SimpleNamespace(
-        processor=SimpleNamespace(tokenizer=tokenizer, image_token="<image>", audio_token="<audio>")
+        processor=SimpleNamespace(
+            tokenizer=tokenizer, image_token="<image>", audio_token="<audio>", video_token="<video>"
+        )
     )
     engine: Any = SimpleNamespace(engine=SimpleNamespace(errored=False, output_processor=processor), template=template)
 
@@ -49,7 +51,16 @@ def test_a_text_to_score_has_one_place_for_its_recording(tokens: list[int]) -> N
         run(lambda commands: commands.commands["score_text"](tokens=tokens, recording="UklGRg=="))
 
 
-@pytest.mark.parametrize(("kind", "named"), [("image", "audio_digests"), ("audio", "image_digests")])
+@pytest.mark.parametrize("tokens", [[1, 2], [9, 1, 9]])
+def test_a_text_to_score_has_one_place_for_its_video(tokens: list[int]) -> None:
+    with pytest.raises(InvalidRequest, match="'tokens' must have one placeholder of the video"):
+        run(lambda commands: commands.commands["score_text"](tokens=tokens, video="UklGRg=="))
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [("image", "audio_digests"), ("audio", "image_digests"), ("image", "video_digests"), ("video", "audio_digests")],
+)
 def test_a_request_cannot_name_an_image_as_a_recording(kind: str, named: str) -> None:
     """The decoder of the one would read the other."""
 

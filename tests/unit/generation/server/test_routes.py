@@ -28,6 +28,7 @@ from swift_megatron_grpo.generation.server.schema import (
     ReceiveRequest,
     parse,
 )
+from tests.unit.data import test_videos
 from tests.unit.data.test_recordings import HEARD, HOSTILE
 
 LIMITS = ContentLimits(8, 8, 1000, 64, 100, accepts_media=False, images=0)
@@ -190,14 +191,20 @@ def upload(content: bytes, engine: Engine) -> None:
     asyncio.run(server.put_image(digest_of(content), Request({"type": "http"}, receive), RUN))
 
 
-def test_a_recording_is_kept_as_a_trainer_sends_it() -> None:
-    upload(HEARD, engine := Engine())
+@pytest.mark.parametrize("content", [HEARD, test_videos.GOOD], ids=["recording", "video"])
+def test_recordings_and_videos_are_kept_as_a_trainer_sends_them(content: bytes) -> None:
+    upload(content, engine := Engine())
     assert engine.commands == ["put_image"]
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_any_other_audio_is_refused_when_it_is_sent(name: str) -> None:
+HOSTILE_FILES = {f"audio {name}": content for name, content in HOSTILE.items()}
+# A PNG is an image, if it is whole; the route does not decode it.
+HOSTILE_FILES |= {f"video {name}": content for name, content in test_videos.HOSTILE.items() if name != "a PNG"}
+
+
+@pytest.mark.parametrize("name", HOSTILE_FILES)
+def test_any_other_audio_or_video_is_refused_when_it_is_sent(name: str) -> None:
     engine = Engine()
-    with pytest.raises(HTTPException, match="the body must be a") as refused:
-        upload(HOSTILE[name], engine)
+    with pytest.raises(HTTPException, match="the body must ") as refused:
+        upload(HOSTILE_FILES[name], engine)
     assert refused.value.status_code == 422 and engine.commands == []

@@ -199,8 +199,11 @@ def part(source: str) -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": [part(f"data:image/x;base64,{encoded('PCX')}")]}]}, "an image: PNG"),
         ({"messages": [{"role": "user", "content": [part(IMAGE)] * 3}]}, "more than 2 images in a prompt"),
         ({"images": [IMAGE], "chat_template_kwargs": {"min_pixels": 2**40}}, "min_pixels must be a number of at most"),
-        ({"videos": [IMAGE]}, "this server takes no videos"),
-        ({"messages": [{"role": "user", "content": [{"type": "video", "video": IMAGE}]}]}, "takes no videos"),
+        ({"videos": [IMAGE]}, "'infer_requests.0.videos': must be the frames of a video"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "video", "video": IMAGE}]}]},
+            "must be the frames of a vi",
+        ),
     ],
 )
 def test_media_in_a_request_are_limited_as_those_sent_before_it(prompt: dict[str, Any], problem: str) -> None:
