@@ -85,9 +85,10 @@ def types_table() -> str:
         for name in COMPOSITE
     }
     for name in OMNI:
-        heard = name in TAKES_IMAGES and name in TAKES_RECORDINGS
-        seen, refused = ("text, images and audio", "videos") if heard else ("text", "images, videos or audio")
-        states[name] = f"trained: {seen}; rows with {refused} are refused"
+        heard = all(name in takes for takes in (TAKES_IMAGES, TAKES_RECORDINGS, TAKES_VIDEOS))
+        states[name] = (
+            "trained: text, images, videos and audio" if heard else "trained: text; rows with media are refused"
+        )
     states |= {name: f"refused: {why}" for name, why in {**REFUSED_TEXT, **REFUSED_COMPOSITE}.items()}
     rows = [
         f"| {', '.join(f'`{name}`' for name, its in states.items() if its == state)} | {state} |"

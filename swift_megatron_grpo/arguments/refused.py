@@ -183,14 +183,14 @@ def notes_on_flags(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> li
 
 # A composite model is a language model with an image, video or audio part. These, all with images and videos, have been
 # compared with plain transformers, on text and images, by a test. Those of OMNI also hear and speak; they have been
-# compared on text, and the one that is in TAKES_IMAGES and TAKES_RECORDINGS on both as well.
+# compared on text, and the one that is in TAKES_IMAGES, TAKES_RECORDINGS and TAKES_VIDEOS on these as well.
 COMPOSITE = (
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "internvl",
 )  # fmt: skip
 OMNI = ("qwen2_5_omni", "qwen3_omni_moe")
 TAKES_IMAGES = (*COMPOSITE, "qwen3_omni_moe")
 TAKES_RECORDINGS = ("qwen3_omni_moe",)
-TAKES_VIDEOS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+TAKES_VIDEOS = tuple(name for name in TAKES_IMAGES if name.startswith("qwen"))
 INTERNVL_LANGUAGES = ("qwen2", "qwen3", "qwen3_moe")
 # Text types that tests compare with plain transformers, those of them that vLLM has not run in a test, because it
 # cannot on a CPU, and types that mcore-bridge reads exactly as one of them.

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from importlib import import_module
 from io import BytesIO
 from struct import Struct
 from types import ModuleType, SimpleNamespace
@@ -171,10 +172,8 @@ def _as_shown(template: Template, content: bytes, options: tuple[tuple[str, Any]
 
 def package_of(template: Template) -> ModuleType:
     """Return the module of Qwen's package with which a template chooses and resizes frames."""
-    from qwen_vl_utils import vision_process
-
-    module: ModuleType = vision_process
-    return module
+    hears = type(template.processor).__name__.startswith("Qwen3Omni")
+    return import_module("qwen_omni_utils.v2_5.vision_process" if hears else "qwen_vl_utils.vision_process")
 
 
 def _decode(content: bytes, options: dict[str, Any], choose: Any) -> tuple[torch.Tensor, dict[str, Any], float]:
@@ -228,7 +227,8 @@ class VideoFormat:
     start: int  # tokens that mark the start and the end of an image
     end: int
     placeholder: int
-    positions_per_second: float | None  # None: pairs of frames are one position apart
+    positions_per_second: float
+    seconds_of_pair: float | None  # that the engine takes for the distance of pairs; None: what their times say
     writes_times: bool  # each pair of frames stands alone, behind a text with its time
 
     def read(self, shown: bytes) -> list[ModelFrames]:
@@ -237,8 +237,7 @@ class VideoFormat:
         height, width = (side // self.processor.patch_size for side in frames.pixels.shape[2:])
         times = frames.times
         if not self.writes_times:
-            per_second = self.positions_per_second
-            step = 1.0 if per_second is None else frames.seconds_of_pair * per_second
+            step = (self.seconds_of_pair or frames.seconds_of_pair) * self.positions_per_second
             return [self._make(digest, (len(times), height, width), frames.pixels, step=step)]
         pairs = [frames.pixels[_PAIR * i : _PAIR * (i + 1)] for i in range(len(times))]
         last = len(times) - 1
@@ -277,14 +276,28 @@ def video_format(template: Template) -> VideoFormat | None:
     """Return the way in which the processor of a template cuts videos; None: rows with videos are refused."""
     processor = template.processor
     kind = type(processor).__name__
-    if not kind.startswith(("Qwen2VL", "Qwen2_5_VL", "Qwen3VL")):
+    if not kind.startswith(("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3Omni")):
         return None
+    per_second, seconds_of_pair = 1.0, (None if kind.startswith("Qwen2_5_VL") else 1.0)
+    if kind.startswith("Qwen2_5_VL"):
+        per_second = template.config.vision_config.tokens_per_second
+    elif kind.startswith("Qwen3Omni"):
+        # vLLM 0.32 reads second_per_grid_ts, which this processor calls otherwise, and falls back to these seconds.
+        per_second, seconds_of_pair = template.config.thinker_config.position_id_per_seconds, 2.0
+        if template.use_audio_in_video:
+            raise ValueError("the sound of videos is not trained; unset the environment variable USE_AUDIO_IN_VIDEO")
     start, end = processor.tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>"])
     placeholder = video_placeholder(processor)
-    per_second = template.config.vision_config.tokens_per_second if kind.startswith("Qwen2_5_VL") else None
     writes_times = kind.startswith("Qwen3VL")
     return VideoFormat(
-        processor.video_processor, processor.tokenizer, start, end, placeholder, per_second, writes_times
+        processor.video_processor,
+        processor.tokenizer,
+        start,
+        end,
+        placeholder,
+        per_second,
+        seconds_of_pair,
+        writes_times,
     )
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel, Qwen3OmniMoeProcessor
 from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
+from vllm.model_executor.models.qwen3_omni_moe_thinker import Qwen3OmniMoeThinkerForConditionalGeneration
 from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
 
 from swift_megatron_grpo.packing.images import positions_of
@@ -76,3 +78,15 @@ def test_positions_of_pairs_with_their_times_are_those_of_vllm() -> None:
     )
     placed = [PlacedImage(frames(1, 2, 3), start) for start in (5, 16)]
     assert torch.equal(positions_of(len(tokens), placed), expected)
+
+
+def test_an_omni_model_places_pairs_two_seconds_apart() -> None:
+    """vLLM reads second_per_grid_ts, and the processor of transformers returns video_second_per_grid."""
+    omni, video = Qwen3OmniMoeThinkerForConditionalGeneration, frames(3, 2, 4, step=2.0 * 13)
+    config = SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=2), position_id_per_seconds=13)
+    model = SimpleNamespace(config=config, _get_audio_for_video_mapping=lambda _: ({}, set()))
+    model.iter_mm_features = partial(omni.iter_mm_features, model)
+    expected, _ = omni.get_mrope_input_positions(model, [0] * 40, [feature("video", 3, video.grid)])
+    assert torch.equal(positions_of(40, [PlacedImage(video, 3)]), expected)
+    assert "video_second_per_grid" in inspect.getsource(Qwen3OmniMoeProcessor)
+    assert "second_per_grid_ts" not in inspect.getsource(Qwen3OmniMoeProcessor)

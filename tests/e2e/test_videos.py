@@ -43,8 +43,9 @@ def check(run: Finished) -> None:
         ("qwen3_vl", 2, ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"]),
         pytest.param("qwen2_vl", 1, [], marks=pytest.mark.thorough),
         pytest.param("qwen3_5", 1, [], marks=pytest.mark.thorough),
+        ("qwen3_omni_moe", 1, ["--tuner_type", "lora"]),
     ],
-    ids=["qwen2_5_vl", "qwen3_vl", "qwen2_vl", "qwen3_5"],
+    ids=["qwen2_5_vl", "qwen3_vl", "qwen2_vl", "qwen3_5", "qwen3_omni_moe"],
 )
 def test_videos_are_seen_alike_and_a_lost_one_is_detected(
     folder: Path, kind: str, ranks: int, flags: list[str]

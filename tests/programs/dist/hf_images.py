@@ -37,19 +37,20 @@ def main(folder: str, samples: str, seed: str, out: str) -> None:
 def run(folder: str, samples: str, seed: int, dtype: torch.dtype) -> dict[str, Any]:
     model = load_plain(folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager")
     processor = AutoImageProcessor.from_pretrained(folder)
-    watches = model.config.model_type.startswith("qwen") and not hasattr(model, "thinker")
+    watches = model.config.model_type.startswith("qwen")
     rows = image_rows(seed, side_of_token(processor), hasattr(model, "thinker"), watches)
     of_videos = AutoVideoProcessor.from_pretrained(folder) if watches else None
     total, logprobs = torch.zeros((), dtype=dtype), []
     data = torch.load(samples)
     for number, sample in enumerate(data):
         files = [Image.open(BytesIO(image["bytes"])) for image in rows[number // 2]["images"]]
+        videos = rows[number // 2]["videos"]
         if hasattr(model, "thinker"):
             extractor = AutoFeatureExtractor.from_pretrained(folder)
             played = [extracted(extractor, file) for file in rows[number // 2]["audios"]]
-            raw = logits_of_thinker(model.thinker, processor, sample, files, played)
+            raw = logits_of_thinker(model.thinker, processor, sample, files, played, of_videos, videos)
         else:
-            raw = logits(model, processor, sample, files, of_videos, rows[number // 2]["videos"])
+            raw = logits(model, processor, sample, files, of_videos, videos)
         log_p = (raw / TEMPERATURE).log_softmax(-1)
         tokens = [i for i, trained in enumerate(sample["completion_mask"]) if trained]
         now = torch.stack([log_p[i - 1, sample["tokens"][i]] for i in tokens])
@@ -83,27 +84,9 @@ def logits(model, processor, sample, files, of_videos, videos):  # type: ignore[
         shown = [range(a, a + n) for a, n in zip(sample["starts"], sample["lengths"], strict=True)]
         embeds = embeds.index_copy(1, torch.tensor([i for places in shown for i in places]), seen.flatten(0, 1)[None])
     elif files or videos:
-        rows, deep_rows = torch.zeros_like(embeds), {}
-        inputs = processor(images=files, do_resize=False, return_tensors="pt") if files else {}
-        if videos:
-            shown = [pixels_of(video) for video in videos]
-            inputs |= of_videos(videos=shown, do_resize=False, do_sample_frames=False, return_tensors="pt")
-        for number, (name, pixels, grid) in enumerate(SEEN, start=1):
-            if grid in inputs:
-                for start, length in zip(sample[f"{name}starts"], sample[f"{name}lengths"], strict=True):
-                    types[0, start : start + length] = number
-                seen = model.model.visual(inputs[pixels].to(model.dtype), grid_thw=inputs[grid])
-                here = (types == number)[..., None].expand_as(embeds)
-                rows = rows.masked_scatter(here, seen.pooler_output)
-                for layer, found in enumerate(seen.get("deepstack_features") or ()):
-                    deep_rows[layer] = deep_rows.get(layer, torch.zeros_like(embeds)).masked_scatter(here, found)
-        embeds = torch.where((types > 0)[..., None], rows, embeds)
-        grids, watched = inputs.get("image_grid_thw"), inputs.get("video_grid_thw")
-        if deep_rows:
-            deep = {
-                "visual_pos_masks": types > 0,
-                "deepstack_visual_embeds": [found[types > 0] for found in deep_rows.values()],
-            }
+        embeds, types, grids, watched, deep = with_visuals(
+            model.model.visual, processor, sample, embeds, files, of_videos, videos
+        )
     positions = torch.arange(tokens.shape[1])[None]
     if hasattr(model.model, "get_rope_index"):
         takes_seconds = model.config.model_type == "qwen2_5_vl"
@@ -117,6 +100,28 @@ def logits(model, processor, sample, files, of_videos, videos):  # type: ignore[
             positions[:, 0, behind] += gap  # vLLM counts time, which transformers leaves out
     output = model.model.language_model(inputs_embeds=embeds, position_ids=positions, use_cache=False, **deep)
     return model.lm_head(output.last_hidden_state)[0]
+
+
+def with_visuals(tower, processor, sample, embeds, files, of_videos, videos):  # type: ignore[no-untyped-def]
+    """Embed images and videos. Return types of tokens (1: image, 2: video), grids, and what deepstack adds."""
+    types, rows, deep_rows = torch.zeros(embeds.shape[:2], dtype=torch.long), torch.zeros_like(embeds), {}
+    inputs = processor(images=files, do_resize=False, return_tensors="pt") if files else {}
+    if videos:
+        shown = [pixels_of(video) for video in videos]
+        inputs |= of_videos(videos=shown, do_resize=False, do_sample_frames=False, return_tensors="pt")
+    for number, (name, pixels, grid) in enumerate(SEEN, start=1):
+        if grid in inputs:
+            for start, length in zip(sample[f"{name}starts"], sample[f"{name}lengths"], strict=True):
+                types[0, start : start + length] = number
+            seen = tower(inputs[pixels].to(embeds.dtype), grid_thw=inputs[grid])
+            here = (types == number)[..., None].expand_as(embeds)
+            rows = rows.masked_scatter(here, seen.pooler_output)
+            for layer, found in enumerate(seen.get("deepstack_features") or ()):
+                deep_rows[layer] = deep_rows.get(layer, torch.zeros_like(embeds)).masked_scatter(here, found)
+    added = [found[types > 0] for found in deep_rows.values()]
+    deep = {"visual_pos_masks": types > 0, "deepstack_visual_embeds": added} if added else {}
+    embeds = torch.where((types > 0)[..., None], rows, embeds)
+    return embeds, types, inputs.get("image_grid_thw"), inputs.get("video_grid_thw"), deep
 
 
 def pixels_of(video: bytes) -> torch.Tensor:
@@ -134,22 +139,15 @@ def extracted(extractor, file):  # type: ignore[no-untyped-def]
     return found["input_features"], found["attention_mask"]
 
 
-def logits_of_thinker(model, processor, sample, files, played):  # type: ignore[no-untyped-def]
+def logits_of_thinker(model, processor, sample, files, played, of_videos, videos):  # type: ignore[no-untyped-def]
     """Return the same for a Qwen-Omni, which finds media by their tokens: sampled ones are hidden from it."""
     tokens = torch.tensor([sample["tokens"]])
     embeds = model.get_input_embeddings()(tokens)
-    shown = torch.zeros_like(tokens, dtype=torch.bool)
-    for start, length in zip(sample["starts"], sample["lengths"], strict=True):
-        shown[0, start : start + length] = True
-    grids, deep = None, {}
-    if files:
-        inputs = processor(images=files, do_resize=False, return_tensors="pt")
-        grids = inputs["image_grid_thw"]
-        seen = model.visual(inputs["pixel_values"].to(model.dtype), grid_thw=grids)
-        embeds = embeds.masked_scatter(shown[..., None].expand_as(embeds), seen.pooler_output)
-        deep = {"visual_pos_masks": shown, "deepstack_visual_embeds": seen.deepstack_features}
+    embeds, types, grids, watched, deep = with_visuals(
+        model.visual, processor, sample, embeds, files, of_videos, videos
+    )
     lengths = None
-    heard = torch.zeros_like(shown)
+    heard = torch.zeros_like(tokens, dtype=torch.bool)
     if played:
         for start, length in zip(sample["heard_starts"], sample["heard_lengths"], strict=True):
             heard[0, start : start + length] = True
@@ -160,9 +158,12 @@ def logits_of_thinker(model, processor, sample, files, played):  # type: ignore[
     placeholders = torch.isin(
         tokens, torch.tensor([config.image_token_id, config.video_token_id, config.audio_token_id])
     )
-    named = torch.where(placeholders & ~shown & ~heard, 0, tokens)
+    named = torch.where(placeholders & (types == 0) & ~heard, 0, tokens)
     every = torch.ones_like(tokens)
-    positions, _ = model.get_rope_index(named, image_grid_thw=grids, attention_mask=every, audio_seqlens=lengths)
+    positions, _ = model.get_rope_index(
+        named, image_grid_thw=grids, video_grid_thw=watched, attention_mask=every, audio_seqlens=lengths,
+        second_per_grids=torch.full((len(videos),), 2.0),  # vLLM's, whatever the times of the frames
+    )  # fmt: skip
     output = model.model(inputs_embeds=embeds, position_ids=positions, use_cache=False, **deep)
     return model.lm_head(output.last_hidden_state)[0]
 
