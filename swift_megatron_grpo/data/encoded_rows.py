@@ -125,6 +125,8 @@ def check_row(
         return ImagesOfRow(images, problem=f"has an image that cannot be resized: {error}")
     try:
         frames = reader.frames_of(row)
+        for each in frames[:1]:
+            each.encode()
     except UnreadableVideo as error:
         return ImagesOfRow(images, problem=f"has a video that {error}")
     try:

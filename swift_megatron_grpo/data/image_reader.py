@@ -26,7 +26,15 @@ from swift_megatron_grpo.data.recordings import (
     recording_format,
     recordings_of,
 )
-from swift_megatron_grpo.data.videos import UnreadableVideo, shown_videos, video_format
+from swift_megatron_grpo.data.videos import (
+    UnreadableVideo,
+    as_shown,
+    frames_of,
+    options_of,
+    video_bytes,
+    video_format,
+    videos_of,
+)
 from swift_megatron_grpo.types import ModelFrames, ModelImage, ModelRecording, PlacedImage
 
 Medium = ModelImage | ModelFrames | ModelRecording
@@ -53,7 +61,7 @@ class ImageReader:
 
     def frames_of(self, row: Mapping[str, Any]) -> list[ModelFrames]:
         """Return the frames of the videos of a row."""
-        return [frames for shown in shown_videos(self._template, row) for frames in self.frames(shown)]
+        return [frames for source in videos_of(row) for frames in self.frames(video_bytes(source), options_of(row))]
 
     def recording(self, heard: bytes) -> ModelRecording:
         """Return a recording, of the file that engines are sent."""
@@ -156,13 +164,15 @@ class ImageReader:
         row = {"messages": [{"role": "user", "content": "<video>"}], "videos": [shown]}
         return _with_neighbours(self.encode_prompt(row), self.videos.placeholder)
 
-    def frames(self, shown: bytes) -> list[ModelFrames]:
-        """Return the frames of a video, of the file that engines are sent."""
+    def frames(self, content: bytes, options: Mapping[str, Any]) -> list[ModelFrames]:
+        """Return the frames of a video, from its file. They are decoded once a vision tower needs them."""
         if self.videos is None:
             raise UnreadableVideo("is for a model that takes no videos")
-        frames = self.videos.read(shown)
-        keys = [("shown", frames[0].digest, place) for place in range(len(frames))]
-        shared = [self._shared.setdefault(key, each) for key, each in zip(keys, frames, strict=True)]
+        digest = digest_of(content)
+        shown = partial(as_shown, self._template, content, options)
+        frames = self.videos.read(frames_of(self._template, content, options), digest, shown)
+        key = (digest, *sorted(options.items()))
+        shared = [self._shared.setdefault((*key, place), each) for place, each in enumerate(frames)]
         return _only(ModelFrames, shared)
 
     def _image(self, content: bytes, options: Mapping[str, Any]) -> ModelImage:

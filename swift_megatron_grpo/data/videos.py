@@ -8,22 +8,23 @@ with the times of the frames, which promises the length of the pixels behind it,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib import import_module
 from io import BytesIO
 from struct import Struct
+from threading import Lock
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from swift.template import Template
 
 from swift_megatron_grpo.data.image_formats import MERGE, channels_of
-from swift_megatron_grpo.data.images import digest_of, file_of
+from swift_megatron_grpo.data.images import file_of
 from swift_megatron_grpo.runtime.replaced import replaced
 from swift_megatron_grpo.types import ModelFrames
 
@@ -39,6 +40,7 @@ _HEADER = Struct("<8sIIIId")  # magic, frames, height, width, frames of the file
 _NUMBER = np.dtype("<u4")  # of a frame in the file
 # how files begin, at a byte, and the demuxers of ffmpeg that read them: none opens another file or an address
 _CONTAINERS = ((4, b"ftyp", "mov"), (0, b"\x1a\x45\xdf\xa3", "matroska"), (8, b"AVI ", "avi"))
+_ONE_AT_A_TIME = Lock()
 
 
 class UnreadableVideo(ValueError):
@@ -68,12 +70,13 @@ def video_bytes(source: Any) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """Frames of a video, and where they are in it."""
+    """The frames of a video that are shown: where they are in it, and their size."""
 
-    pixels: np.ndarray  # [frames, colours, height, width] bytes
     numbers: tuple[int, ...]  # of the frames in the file
     total: int  # frames of the file
     rate: float  # of them per second
+    height: int
+    width: int
 
     @property
     def times(self) -> list[float]:
@@ -86,10 +89,14 @@ class Frames:
         """Return the distance of pairs, rounded as the engine rounds it."""
         return float(np.float32(_PAIR / (len(self.numbers) / self.total * self.rate)))
 
-    def as_file(self) -> bytes:
-        count, _, height, width = self.pixels.shape
-        header = _HEADER.pack(MAGIC, count, height, width, self.total, self.rate)
-        return header + np.array(self.numbers, _NUMBER).tobytes() + self.pixels.tobytes()
+    @property
+    def pixel_bytes(self) -> int:
+        return 3 * len(self.numbers) * self.height * self.width
+
+    def file_of(self, pixels: np.ndarray) -> bytes:
+        """Return what engines are sent. `pixels`: [frames, colours, height, width] bytes."""
+        header = _HEADER.pack(MAGIC, len(self.numbers), self.height, self.width, self.total, self.rate)
+        return header + np.array(self.numbers, _NUMBER).tobytes() + pixels.tobytes()
 
     @staticmethod
     def of_file(content: bytes) -> Frames:
@@ -106,15 +113,23 @@ class Frames:
             raise ValueError(f"must have an even number of {FRAMES[0]} to {FRAMES[1]} frames in the order of the video")
         if not (math.isfinite(rate) and rate > 0 and total / rate <= SECONDS):
             raise ValueError(f"must be of a video of at most {SECONDS} s")
-        pixels = np.frombuffer(content, np.uint8, offset=numbers_end).reshape(count, 3, height, width)
-        return Frames(pixels, tuple(numbers), total, rate)
+        return Frames(tuple(numbers), total, rate, height, width)
 
-    def for_engine(self) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return pixels and description as vLLM takes them."""
-        return torch.from_numpy(self.pixels.copy()), {
-            "fps": self.rate, "frames_indices": list(self.numbers), "total_num_frames": self.total,
-            "duration": self.total / self.rate, "video_backend": "pyav", "do_sample_frames": False,
-        }  # fmt: skip
+
+def pixels_of(shown: bytes) -> torch.Tensor:
+    """Return the pixels [frames, colours, height, width] of what engines are sent."""
+    frames = Frames.of_file(shown)
+    pixels = np.frombuffer(shown, np.uint8, offset=len(shown) - frames.pixel_bytes)
+    return torch.from_numpy(pixels.reshape(-1, 3, frames.height, frames.width).copy())
+
+
+def for_engine(shown: bytes) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return pixels and description as vLLM takes them."""
+    frames = Frames.of_file(shown)
+    return pixels_of(shown), {
+        "fps": frames.rate, "frames_indices": list(frames.numbers), "total_num_frames": frames.total,
+        "duration": frames.total / frames.rate, "video_backend": "pyav", "do_sample_frames": False,
+    }  # fmt: skip
 
 
 # ---- sampling, in the trainer
@@ -129,55 +144,57 @@ def _replace_tag(template: Template, media_type: str, index: int, inputs: Any) -
     if media_type != "video":
         return type(template).replace_tag(template, media_type, index, inputs)
     [shown] = shown_videos(template, {**vars(inputs), "videos": [inputs.videos[index]]})
-    inputs.videos[index] = Frames.of_file(shown).for_engine()
+    inputs.videos[index] = for_engine(shown)
     inputs.mm_processor_kwargs |= {"do_resize": False, "do_sample_frames": False}
     return ["<|vision_start|><|video_pad|><|vision_end|>"]
 
 
 def as_shown(template: Template, content: bytes, options: Mapping[str, Any]) -> bytes:
     """Return what engine and trainer see of a file. Raises UnreadableVideo for one outside of the limits."""
-    if content.startswith(MAGIC):
-        return content
-    return _as_shown(template, content, tuple(sorted(options.items())))
+    return content if content.startswith(MAGIC) else _as_shown(template, content, tuple(sorted(options.items())))
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=2)  # a vision tower asks for the pairs of frames of a video one after the other
 def _as_shown(template: Template, content: bytes, options: tuple[tuple[str, Any], ...]) -> bytes:
-    package = package_of(template)
+    with _refusing():
+        file = _read_header(content)
+        numbers = _choose(template, file, dict(options))
+        frames, pixels = _resize(template, file, numbers, dict(options), _decode(content, file, numbers))
+        return frames.file_of(pixels.numpy())
+
+
+def frames_of(template: Template, content: bytes, options: Mapping[str, Any]) -> Frames:
+    """Return which frames of a file are shown, without decoding one."""
+    if content.startswith(MAGIC):
+        return Frames.of_file(content)
+    with _refusing():
+        file = _read_header(content)
+        numbers = _choose(template, file, options)
+        blank = torch.empty(len(numbers), 3, file.height, file.width, dtype=torch.uint8, device="meta")
+        return _resize(template, file, numbers, options, blank)[0]
+
+
+class _Header(NamedTuple):
+    """The sizes of a video, which its file states."""
+
+    demuxer: str
+    rate: float
+    total: int
+    height: int
+    width: int
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
     try:
-        pixels, about, rate = _decode(content, dict(options), package.smart_nframes)
-        inputs = SimpleNamespace(videos=["a video"], chat_template_kwargs=dict(options), mm_processor_kwargs={})
-        with ExitStack() as stack:
-            for name, value in (
-                ("VIDEO_READER_BACKENDS", {"torchvision": lambda _: (pixels, about, rate)}),
-                ("get_video_reader_backend", lambda: "torchvision"),
-            ):
-                stack.enter_context(replaced(package, name, value))
-            type(template).replace_tag(template, "video", 0, inputs)
+        yield
     except UnreadableVideo:
         raise
     except Exception as error:  # of ffmpeg, or of the template: too few frames, sides too different
         raise UnreadableVideo(f"cannot be shown: {error}") from error
-    [seen] = inputs.videos
-    resized = (seen[0] if isinstance(seen, tuple) else seen).to(torch.uint8).numpy()
-    frames = Frames(resized, tuple(about["frames_indices"]), about["total_num_frames"], about["fps"])
-    if resized.nbytes > SENT_BYTES - 2**14 or len(resized) > FRAMES[1]:
-        count, _, height, width = resized.shape
-        raise UnreadableVideo(
-            f"is shown as {count} frames of {width} x {height} pixels; at most {SENT_BYTES} bytes and {FRAMES[1]} "
-            "frames can be trained: use a smaller fps, max_frames or max_pixels in the row's chat_template_kwargs"
-        )
-    return frames.as_file()
 
 
-def package_of(template: Template) -> ModuleType:
-    """Return the module of Qwen's package with which a template chooses and resizes frames."""
-    hears = type(template.processor).__name__.startswith("Qwen3Omni")
-    return import_module("qwen_omni_utils.v2_5.vision_process" if hears else "qwen_vl_utils.vision_process")
-
-
-def _decode(content: bytes, options: dict[str, Any], choose: Any) -> tuple[torch.Tensor, dict[str, Any], float]:
-    """Return the chosen frames [frames, colours, height, width], what the template reads about them, and their rate."""
+def _read_header(content: bytes) -> _Header:
     import av  # needed for videos only
 
     if len(content) > BYTES:
@@ -192,27 +209,70 @@ def _decode(content: bytes, options: dict[str, Any], choose: Any) -> tuple[torch
         stream = file.streams.video[0]
         rate = float(stream.average_rate or 0)
         total = sum(packet.size > 0 for packet in file.demux(stream))
-        width, height = stream.codec_context.width, stream.codec_context.height
+        height, width = stream.codec_context.height, stream.codec_context.width
     if not rate or total / rate > SECONDS:
         raise UnreadableVideo(f"has {total / rate if rate else math.inf:g} seconds; at most {SECONDS} can be trained")
-    count = choose(options, total_frames=total, video_fps=rate)
-    if 3 * count * width * height > DECODED_BYTES:
+    return _Header(demuxer, rate, total, height, width)
+
+
+def _choose(template: Template, file: _Header, options: Mapping[str, Any]) -> list[int]:
+    """Return the numbers of the frames that are shown."""
+    count: int = _package_of(template).smart_nframes(dict(options), total_frames=file.total, video_fps=file.rate)
+    if 3 * count * file.width * file.height > DECODED_BYTES:
         raise UnreadableVideo(
-            f"shows {count} frames of {width} x {height} pixels; at most {DECODED_BYTES} bytes can be decoded: use a "
-            "smaller fps or max_frames in the row's chat_template_kwargs"
+            f"shows {count} frames of {file.width} x {file.height} pixels; at most {DECODED_BYTES} bytes can be "
+            "decoded: use a smaller fps or max_frames in the row's chat_template_kwargs"
         )
-    numbers = torch.linspace(0, total - 1, count).round().long().tolist()
+    numbers: list[int] = torch.linspace(0, file.total - 1, count).round().long().tolist()
+    return numbers
+
+
+def _decode(content: bytes, file: _Header, numbers: Sequence[int]) -> torch.Tensor:
+    """Return these frames [frames, colours, height, width]."""
+    import av
+
     chosen, wanted = [], set(numbers)
-    with av.open(BytesIO(content), "r", format=demuxer) as file:
-        for number, frame in enumerate(file.decode(video=0)):
+    with av.open(BytesIO(content), "r", format=file.demuxer) as opened:
+        for number, frame in enumerate(opened.decode(video=0)):
             if number in wanted:
                 chosen.append(frame.to_ndarray(format="rgb24"))
             if number == numbers[-1]:
                 break
-    if len(chosen) != count or any(frame.shape != chosen[0].shape for frame in chosen):
-        raise UnreadableVideo(f"is cut off or damaged: {len(chosen)} of {count} frames can be read")
-    about = {"fps": rate, "frames_indices": numbers, "total_num_frames": total, "video_backend": "pyav"}
-    return torch.from_numpy(np.stack(chosen)).permute(0, 3, 1, 2), about, count / total * rate
+    if len(chosen) != len(numbers) or any(frame.shape[:2] != (file.height, file.width) for frame in chosen):
+        raise UnreadableVideo(f"is cut off or damaged: {len(chosen)} of {len(numbers)} frames can be read")
+    return torch.from_numpy(np.stack(chosen)).permute(0, 3, 1, 2)
+
+
+def _resize(
+    template: Template, file: _Header, numbers: list[int], options: Mapping[str, Any], pixels: torch.Tensor
+) -> tuple[Frames, torch.Tensor]:
+    """Return the frames as ms-swift's template resizes them."""
+    about = {"fps": file.rate, "frames_indices": numbers, "total_num_frames": file.total, "video_backend": "pyav"}
+    read = pixels, about, len(numbers) / file.total * file.rate
+    inputs = SimpleNamespace(videos=["a video"], chat_template_kwargs=dict(options), mm_processor_kwargs={})
+    package = _package_of(template)
+    with (
+        _ONE_AT_A_TIME,  # engines encode prompts in several threads
+        replaced(package, "VIDEO_READER_BACKENDS", {"torchvision": lambda _: read}),
+        replaced(package, "get_video_reader_backend", lambda: "torchvision"),
+    ):
+        type(template).replace_tag(template, "video", 0, inputs)
+    [seen] = inputs.videos
+    resized = (seen[0] if isinstance(seen, tuple) else seen).to(torch.uint8)
+    frames = Frames(tuple(numbers), file.total, file.rate, *resized.shape[2:])
+    if frames.pixel_bytes > SENT_BYTES - 2**14 or len(numbers) > FRAMES[1]:
+        raise UnreadableVideo(
+            f"is shown as {len(numbers)} frames of {frames.width} x {frames.height} pixels; at most {SENT_BYTES} bytes "
+            f"and {FRAMES[1]} frames can be trained: use a smaller fps, max_frames or max_pixels in the row's "
+            "chat_template_kwargs"
+        )
+    return frames, resized
+
+
+def _package_of(template: Template) -> ModuleType:
+    """Return the module of Qwen's package with which a template chooses and resizes frames."""
+    hears = type(template.processor).__name__.startswith("Qwen3Omni")
+    return import_module("qwen_omni_utils.v2_5.vision_process" if hears else "qwen_vl_utils.vision_process")
 
 
 # ---- what a model reads
@@ -231,29 +291,30 @@ class VideoFormat:
     seconds_of_pair: float | None  # that the engine takes for the distance of pairs; None: what their times say
     writes_times: bool  # each pair of frames stands alone, behind a text with its time
 
-    def read(self, shown: bytes) -> list[ModelFrames]:
-        """Return a video as one object, or as one for each pair of frames."""
-        frames, digest = Frames.of_file(shown), digest_of(shown)
-        height, width = (side // self.processor.patch_size for side in frames.pixels.shape[2:])
+    def read(self, frames: Frames, digest: str, shown: Callable[[], bytes]) -> list[ModelFrames]:
+        """Return a video as one object, or as one for each pair of frames. `shown`: decodes what engines are sent."""
+        height, width = (side // self.processor.patch_size for side in (frames.height, frames.width))
         times = frames.times
         if not self.writes_times:
             step = (self.seconds_of_pair or frames.seconds_of_pair) * self.positions_per_second
-            return [self._make(digest, (len(times), height, width), frames.pixels, step=step)]
-        pairs = [frames.pixels[_PAIR * i : _PAIR * (i + 1)] for i in range(len(times))]
+            return [self._make(digest, (len(times), height, width), shown, 0, step=step)]
         last = len(times) - 1
         return [
-            self._make(digest, (1, height, width), pair, time=time, ends=i == last)
-            for i, (pair, time) in enumerate(zip(pairs, times, strict=True))
+            self._make(digest, (1, height, width), shown, pair, time=time, ends=pair == last)
+            for pair, time in enumerate(times)
         ]
 
-    def _make(self, digest: str, grid: tuple[int, int, int], pixels: np.ndarray, **others: Any) -> ModelFrames:
-        encode = partial(self._cut, pixels, grid)
+    def _make(
+        self, digest: str, grid: tuple[int, int, int], shown: Callable[[], bytes], pair: int, **others: Any
+    ) -> ModelFrames:
+        encode = partial(self._cut, shown, _PAIR * pair, grid)
         return ModelFrames(digest, grid, MERGE, channels_of(self.processor), encode, **others)
 
-    def _cut(self, pixels: np.ndarray, grid: tuple[int, int, int]) -> torch.Tensor:
+    def _cut(self, shown: Callable[[], bytes], first: int, grid: tuple[int, int, int]) -> torch.Tensor:
+        """Return the bytes [patches, values of a patch] of so many pairs of frames, from this frame on."""
         found = self.processor(
-            videos=[torch.from_numpy(pixels.copy())], do_resize=False, do_sample_frames=False, do_rescale=False,
-            do_normalize=False, return_tensors="pt",
+            videos=[pixels_of(shown())[first : first + _PAIR * grid[0]]], do_resize=False, do_sample_frames=False,
+            do_rescale=False, do_normalize=False, return_tensors="pt",
         )  # fmt: skip
         assert tuple(found["video_grid_thw"][0].tolist()) == grid
         patches: torch.Tensor = found["pixel_values_videos"]

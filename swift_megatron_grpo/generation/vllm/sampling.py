@@ -16,7 +16,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from swift_megatron_grpo.data.recordings import RATE, samples_of
-from swift_megatron_grpo.data.videos import Frames
+from swift_megatron_grpo.data.videos import for_engine
 from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS, Completion
 from swift_megatron_grpo.types import ScoredText
 
@@ -75,7 +75,7 @@ def scoring_input(text: ScoredText) -> dict[str, Any]:
             media["image"] = image.convert("RGB")
     options = {"do_resize": False}
     if text.video is not None:
-        media["video"] = [Frames.of_file(text.video).for_engine()]
+        media["video"] = [for_engine(text.video)]
         options["do_sample_frames"] = False
     return prompt | ({"multi_modal_data": media, "mm_processor_kwargs": options} if media else {})
 

@@ -43,7 +43,7 @@ def canary_recording() -> bytes:
 def canary_video(width: int, height: int) -> bytes:
     """Return two frames of noise, as engines are sent them."""
     noise = np.frombuffer(random.Random(1).randbytes(2 * 3 * width * height), np.uint8)
-    return Frames(noise.reshape(2, 3, height, width), (0, 1), total=2, rate=2.0).as_file()
+    return Frames((0, 1), total=2, rate=2.0, height=height, width=width).file_of(noise)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def build_canary(
         read.append(image_reader.exact(image))
     if video is not None:
         shown += image_reader.video_in_text(video)
-        read += image_reader.frames(video)
+        read += image_reader.frames(video, {})
     if recording is not None:
         shown += image_reader.recording_in_text(recording)
         read.append(image_reader.recording(recording))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import struct
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import av
 import numpy as np
 import pytest
 import torch
+from qwen_vl_utils import vision_process
 from swift.model import get_processor
 from swift.template import Template, get_template
 
@@ -21,7 +23,15 @@ from swift_megatron_grpo.cli.tiny_models import TINY, Shape, save_composite
 from swift_megatron_grpo.data import videos
 from swift_megatron_grpo.data.encoders import encoder_of
 from swift_megatron_grpo.data.image_reader import ImageReader
-from swift_megatron_grpo.data.videos import Frames, UnreadableVideo, as_shown, shown_videos, video_bytes
+from swift_megatron_grpo.data.videos import (
+    Frames,
+    UnreadableVideo,
+    as_shown,
+    frames_of,
+    pixels_of,
+    shown_videos,
+    video_bytes,
+)
 
 SMALL = {"min_pixels": 32 * 32, "max_pixels": 64 * 64}
 
@@ -41,7 +51,7 @@ def encoded(frames: int = 12, rate: int = 4, codec: str = "ffv1", container: str
 
 def shown(count: int = 4, height: int = 32, width: int = 64, total: int = 8, rate: float = 4.0) -> bytes:
     pixels = np.random.default_rng(0).integers(0, 256, (count, 3, height, width), dtype=np.uint8)
-    return Frames(pixels, tuple(range(0, total, total // count))[:count], total, rate).as_file()
+    return Frames(tuple(range(0, total, total // count))[:count], total, rate, height, width).file_of(pixels)
 
 
 def header(*values: float) -> bytes:
@@ -102,9 +112,11 @@ def test_frames_are_chosen_as_by_the_template(
     [sent] = shown_videos(templates["qwen2_5_vl"], row(encoded(), **options))
     frames = Frames.of_file(sent)
     assert (list(frames.numbers), frames.total, frames.rate) == (numbers, 12, 4.0)
-    assert frames.pixels[:, 0, 0, 0].tolist() == [2 * number for number in numbers]
+    assert pixels_of(sent)[:, 0, 0, 0].tolist() == [2 * number for number in numbers]
     assert frames.times == [(a + b) / 8 for a, b in zip(numbers[::2], numbers[1::2], strict=True)]
-    assert frames.as_file() == sent and frames.seconds_of_pair == pytest.approx(2 * 3 / len(numbers))
+    assert frames.file_of(pixels_of(sent).numpy()) == sent and frames.seconds_of_pair == pytest.approx(
+        2 * 3 / len(numbers)
+    )
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
@@ -118,7 +130,7 @@ def test_engine_and_trainer_see_the_same_frames(
     encoder = encoder_of(templates[kind])
     for source in (content, base64.b64encode(sent).decode(), {"bytes": content, "path": None}):
         [(pixels, about)] = encoder.encode(row(source))["videos"]
-        assert torch.equal(pixels, torch.from_numpy(Frames.of_file(sent).pixels.copy()))
+        assert torch.equal(pixels, pixels_of(sent))
         assert about["frames_indices"] == list(Frames.of_file(sent).numbers)
     media = reader.images(row(content))
     processor = templates[kind].processor.video_processor
@@ -128,8 +140,34 @@ def test_engine_and_trainer_see_the_same_frames(
     assert patches.dtype == torch.uint8
     factor, offset = torch.tensor(media[0].channels).repeat_interleave(patches.shape[1] // 3, dim=0).unbind(1)
     assert (patches * factor + offset - expected["pixel_values_videos"]).abs().max() < 5e-7
-    again = reader.images(row(sent))
+    assert frames_of(templates[kind], content, SMALL) == Frames.of_file(sent)
+    again = reader.images(row(content))
     assert all(a is b for a, b in zip(media, again, strict=True))  # one object, however often it is read
+
+
+def test_nothing_is_decoded_before_a_vision_tower_asks(
+    templates: Mapping[str, Template], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes and times follow from the header. All pairs of frames of a video are decoded at once."""
+    decoded: list[int] = []
+    decode = videos._decode
+    monkeypatch.setattr(videos, "_decode", lambda *given: decoded.append(1) or decode(*given))
+    parts = ImageReader(templates["qwen3_vl"]).images(row(encoded(frames=22), encoded(frames=23)))
+    assert len(parts) == 10 and not decoded
+    for part in parts:
+        part.encode()
+    assert len(decoded) == 2
+
+
+def test_prompts_may_be_encoded_in_several_threads(templates: Mapping[str, Template]) -> None:
+    """Engines do so; qwen-vl-utils has its own readers again afterwards."""
+    before = vision_process.VIDEO_READER_BACKENDS
+    encoder = encoder_of(templates["qwen2_5_vl"])
+    rows = [row(encoded(frames=20 + number % 5, rate=3 + number)) for number in range(16)]
+    with ThreadPoolExecutor(8) as threads:
+        found = [inputs["videos"][0][1] for inputs in threads.map(encoder.encode, rows)]
+    assert [about["fps"] for about in found] == [3 + number for number in range(16)]
+    assert vision_process.VIDEO_READER_BACKENDS is before
 
 
 def test_each_pair_has_its_time_in_the_text(templates: Mapping[str, Template]) -> None:
@@ -183,4 +221,4 @@ def test_a_model_of_another_family_takes_no_videos(templates: Mapping[str, Templ
     reader = ImageReader(templates["glm4v"])
     assert reader.videos is None
     with pytest.raises(UnreadableVideo, match="takes no videos"):
-        reader.frames(GOOD)
+        reader.frames(GOOD, {})
