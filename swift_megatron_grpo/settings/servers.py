@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -175,35 +176,18 @@ class Engine(Flags):
     offload_grad: bool = False
 
     @rule
-    def rows_fit_the_limit_of_recordings(self, rows: DataShape) -> Faults:
-        limits = None if self.vllm_mode == "server" else self.vllm_limit_mm_per_prompt
-        if limits is not None and limits.get("audio", rows.recordings) < rows.recordings:
-            yield (
-                f"--vllm_limit_mm_per_prompt allows {limits['audio']} recordings, and a row of the dataset has "
-                f"{rows.recordings}; use --vllm_limit_mm_per_prompt "
-                f"""'{{"image": {rows.images}, "video": {rows.videos}, "audio": {rows.recordings}}}', or leave it out"""
-            )
-
-    @rule
-    def rows_fit_the_limit_of_videos(self, rows: DataShape) -> Faults:
-        limits = None if self.vllm_mode == "server" else self.vllm_limit_mm_per_prompt
-        if limits is not None and limits.get("video", rows.videos) < rows.videos:
-            yield (
-                f"--vllm_limit_mm_per_prompt allows {limits['video']} videos, and a row of the dataset has "
-                f"{rows.videos}; use --vllm_limit_mm_per_prompt "
-                f"""'{{"image": {rows.images}, "video": {rows.videos}}}', or leave it out"""
-            )
-
-    @rule
-    def rows_fit_the_limit_of_images(self, rows: DataShape) -> Faults:
-        # a kind that the flag does not name is not limited, and a server has its own limit
-        limits = None if self.vllm_mode == "server" else self.vllm_limit_mm_per_prompt
-        if limits is not None and limits.get("image", rows.images) < rows.images:
-            yield (
-                f"--vllm_limit_mm_per_prompt allows {limits['image']} images, and a row of the dataset has "
-                f"{rows.images}; use --vllm_limit_mm_per_prompt "
-                f"""'{{"image": {rows.images}, "video": {rows.videos}}}', or leave it out"""
-            )
+    def rows_fit_the_limits_of_media(self, rows: DataShape) -> Faults:
+        # a kind that the flag does not name is not limited, and a server has its own limits
+        limits = {} if self.vllm_mode == "server" else self.vllm_limit_mm_per_prompt or {}
+        needed = {"image": rows.images, "video": rows.videos} | ({"audio": rows.recordings} if rows.recordings else {})
+        for kind, number in needed.items():
+            limit = limits.get(kind, number)  # a number, or with the sizes for which vLLM plans memory
+            most = limit.get("count", number) if isinstance(limit, dict) else limit
+            if most < number:
+                yield (
+                    f"--vllm_limit_mm_per_prompt allows {most} of {kind}, and a row of the dataset has {number}; use "
+                    f"--vllm_limit_mm_per_prompt '{json.dumps(needed)}', or leave it out"
+                )
 
     def notes(self) -> list[str]:
         """Return a note for the start-up log on flags without effect."""

@@ -40,7 +40,7 @@ def test_a_limit_below_the_images_of_a_row_is_refused() -> None:
     for limits in (None, {"video": 0}, {"image": 3}):
         assert faults(Engine, rows=DataShape(3), vllm_limit_mm_per_prompt=limits) == ""
     message = faults(Engine, rows=DataShape(3), vllm_limit_mm_per_prompt={"image": 2})
-    assert re.search(r"allows 2 images, .* has 3; use .*'\{\"image\": 3, \"video\": 0\}'", message)
+    assert re.search(r"allows 2 of image, .* has 3; use .*'\{\"image\": 3, \"video\": 0\}'", message)
 
 
 def test_recordings_fit_the_limit_and_have_one_turn() -> None:
@@ -48,7 +48,7 @@ def test_recordings_fit_the_limit_and_have_one_turn() -> None:
     for limits in (None, {"image": 0}, {"audio": 2}):
         assert faults(Engine, rows=rows, vllm_limit_mm_per_prompt=limits) == ""
     message = faults(Engine, rows=rows, vllm_limit_mm_per_prompt={"audio": 1})
-    assert re.search(r"allows 1 recordings, .* has 2; use .*'\{\"image\": 0, \"video\": 0, \"audio\": 2\}'", message)
+    assert re.search(r"allows 1 of audio, .* has 2; use .*'\{\"image\": 0, \"video\": 0, \"audio\": 2\}'", message)
     assert faults(Images, rows=rows) == ""
     assert "--multi_turn_scheduler gym: rows" in faults(Images, rows=rows, multi_turn_scheduler="gym")
     message = faults(Images, rows=rows, language_model_only=True)
@@ -57,10 +57,10 @@ def test_recordings_fit_the_limit_and_have_one_turn() -> None:
 
 def test_videos_fit_the_limit_and_have_one_turn() -> None:
     rows = DataShape(1, videos=2)
-    for limits in (None, {"image": 1}, {"video": 2}):
+    for limits in (None, {"image": 1}, {"video": 2}, {"video": {"count": 2, "num_frames": 8}}):
         assert faults(Engine, rows=rows, vllm_limit_mm_per_prompt=limits) == ""
     message = faults(Engine, rows=rows, vllm_limit_mm_per_prompt={"video": 1})
-    assert re.search(r"allows 1 videos, .* has 2; use .*'\{\"image\": 1, \"video\": 2\}'", message)
+    assert re.search(r"allows 1 of video, .* has 2; use .*'\{\"image\": 1, \"video\": 2\}'", message)
     assert faults(Images, rows=rows) == "" and faults(Images, rows=DataShape(0, videos=1), **PARTS) == ""
     assert "rows of the dataset have videos" in faults(Images, rows=rows, multi_turn_scheduler="gym")
     message = faults(Images, rows=DataShape(0, videos=1), language_model_only=True)
