@@ -12,9 +12,10 @@ import pytest
 
 from scripts.make_image_dataset import make_rows, save_video
 from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
+from tests.e2e.test_dry_run import check as dry_run
 from tests.e2e.test_images import COLOURS, EVERYTHING, SMALL
 from tests.e2e.test_server_attacks import respond
-from tests.support.runs import PLUGINS, Finished, make_model, megatron_rlhf
+from tests.support.runs import PLUGINS, Finished, grpo_flags, make_model, megatron_rlhf, read_json_lines
 from tests.support.servers import KEY, RolloutServer
 from tests.unit.data.test_videos import HOSTILE, shown
 
@@ -66,11 +67,16 @@ def test_videos_are_seen_alike_and_a_lost_one_is_detected(
 
 
 def test_a_replay_trains_the_same_and_other_videos_are_refused(folder: Path) -> None:
+    """A dry run counts the tokens of videos, also of those that no completion has shown."""
     model = make_model(folder / "replayed-model", "qwen3_vl")
     dataset, dump = make_dataset(folder / "dumped", [0], [1, 2]), folder / "dump"
     flags = [*SMALL, "--tuner_type", "lora"]
     run = megatron_rlhf(model, dataset, folder / "run", 1, [*flags, "--rollout_dump", str(dump)], rewards=False)
     assert run.code == 0, run.output[-4000:]
+    prompts = [len(row["prompt_ids"]) for file in dump.glob("rollout-*.jsonl") for row in read_json_lines(file)]
+    code, output = dry_run(grpo_flags(model, dataset, folder / "unused", flags, rewards=False), 1)
+    [longest] = re.findall(r"prompts of \d+ tokens at the median, (\d+) at most", output)
+    assert code == 0 and max(prompts) <= int(longest) < 1.1 * max(prompts)
     replay = [*flags, "--rollout_replay", str(dump)]
     replayed = megatron_rlhf(model, dataset, folder / "replayed", 1, replay, rewards=False)
     assert replayed.code == 0, replayed.output[-4000:]
@@ -139,3 +145,25 @@ def test_servers_see_the_same_although_one_is_killed(folder: Path) -> None:
     for values, expected in zip(run.log, local.log, strict=True):
         for name in ("loss", "grad_norm", "reward", "completions/mean_length"):
             assert values[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.thorough
+def test_a_frozen_image_part_runs_in_a_pipeline_and_a_resumed_run_matches(folder: Path) -> None:
+    """With LoRA, a reference policy, two updates per rollout, and an evaluation on videos."""
+    model = make_model(folder / "resumed-model", "qwen2_5_vl")
+    dataset = make_dataset(folder / "resumed-rows", [0, 1], [1, 0, 2])
+    flags = [*SMALL, "--tuner_type", "lora", "--beta", "0.1", "--pipeline_model_parallel_size", "2",
+             "--num_iterations", "2", "--train_iters", "4", "--save_steps", "2", "--no_save_optim", "false",
+             "--no_save_rng", "false", "--val_dataset", str(dataset), "--eval_steps", "4", "--eval_iters",
+             "1"]  # fmt: skip
+    whole = megatron_rlhf(model, dataset, folder / "whole", 2, flags, rewards=False)
+    assert whole.code == 0, whole.output[-4000:]
+    steps = [step for step in whole.log if "loss" in step]
+    assert all(abs(step["rollout/k3_kl"]) < 1e-6 for step in steps[::2])
+    assert "eval_reward" in (whole.folder / "logging.jsonl").read_text()
+    resume = ["--finetune", "false", "--mcore_adapter", str(whole.folder / "checkpoint-2")]
+    resumed = megatron_rlhf(model, dataset, folder / "resumed", 2, [*flags, *resume], rewards=False)
+    assert resumed.code == 0, resumed.output[-4000:]
+    names = ("loss", "grad_norm", "kl")
+    found = [step for step in resumed.log if "loss" in step]
+    assert [[s[name] for name in names] for s in found] == [[s[name] for name in names] for s in steps[2:]]

@@ -181,6 +181,10 @@ def test_each_pair_has_its_time_in_the_text(templates: Mapping[str, Template]) -
         "".join(f"<{time} seconds>{pad}" for time in times) for times in (("0.2", "1.4", "2.5"), ("0.2", "1.5"))
     )
     assert f"<|vision_start|>{first}<|vision_end|><|vision_start|>{second}<|vision_end|>?" in text
+    assert [placed.image for placed in reader.place("0-0", media, tokens)] == media
+    placeholders = 2  # which a dry run and --max_length take off
+    unexpanded = reader.encode_prompt(row(encoded(), encoded(frames=8)))
+    assert len(tokens) == len(unexpanded) - placeholders + sum(map(reader.length_of, media))
 
 
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
