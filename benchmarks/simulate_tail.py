@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from benchmarks.harness.lengths import Lengths
 from benchmarks.harness.markdown import lines_of
 from swift_megatron_grpo.loop.run_ahead import RunAhead
+from swift_megatron_grpo.loop.spare_groups import SpareGroups
 
 LENGTHS = "lognormal:700:0.9:4096"
 TRAINING = (0.25, 0.5, 1.0)  # seconds of training, relative to one rollout alone
@@ -42,6 +43,7 @@ class Case:
     groups_ahead: int = 0  # of the next rollout, started when no completion waits; one rollout staler than the rule
     uniform: float = 0.0  # share of groups that --dynamic_sample replaces
     most_draws: int = 3  # --max_resample_times
+    spare: int = 0  # groups that start with a rollout (--spare_groups)
     draws_alone: bool = True  # they are generated before the next rollout starts
     train_seconds: float = 0.0  # of one rollout
     sync_seconds: float = 1.0
@@ -175,7 +177,7 @@ class Run:
     def _start_rest(self, newest: int) -> None:
         """Start what is left of the next rollout, with the newest weights if the server is idle."""
         self._sync_if_idle(newest)
-        self._start(self._started, self.case.prompts - self._ahead)
+        self._start(self._started, self.case.prompts - self._ahead + self.case.spare)
         self._started, self._ahead = self._started + 1, 0
 
     def _sync_if_idle(self, newest: int) -> None:
@@ -190,13 +192,15 @@ class Run:
 
     def _replace_groups(self, rollout: int) -> None:
         """Draw groups in place of uniform ones, of which each draw has the same share again."""
-        groups = self.case.prompts
+        groups, spare = self.case.prompts, self.case.spare
         for _ in range(self.case.most_draws):
             if not (groups := round(groups * self.case.uniform)):
                 return
-            self._sync_if_idle(rollout)
-            self._start(rollout, groups, first=True)
-            self._wait_for(rollout)
+            spare, missing = max(spare - groups, 0), max(groups - spare, 0)
+            if missing:
+                self._sync_if_idle(rollout)
+                self._start(rollout, missing, first=True)
+                self._wait_for(rollout)
 
 
 @dataclass(frozen=True)
@@ -226,6 +230,9 @@ def table() -> str:
     for groups in (8, 32):
         cases[f"1, and {groups} groups of the next rollout in each tail"] = Case(groups_ahead=groups)
     cases["1, `--dynamic_sample`: a quarter of the groups is replaced"] = Case(uniform=0.25)
+    spare = SpareGroups(None, 128, 3 * 128)
+    spare.remember(4, 3)
+    cases["the same, with `--spare_groups auto`"] = Case(uniform=0.25, spare=spare.wanted())
     cases["the same, next to the following rollout"] = Case(uniform=0.25, draws_alone=False)
     heads = ["settings", "staleness: mean, maximum"]
     heads += [f"{name}, {share:g}" for name in ("growing", "flat") for share in TRAINING]

@@ -121,7 +121,7 @@ READ_WITH: tuple[tuple[str, Callable[[Mapping[str, Any]], bool], str], ...] = (
         "--reward_model", lambda run: run["reward_model"] is not None,
         "reward_model_plugin reward_model_timeout reward_model_type reward_template",
     ),
-    ("--dynamic_sample true", lambda run: run["dynamic_sample"], "max_resample_times"),
+    ("--dynamic_sample true", lambda run: run["dynamic_sample"], "max_resample_times spare_groups"),
     (
         "--rollout_importance_sampling_mode", lambda run: run["rollout_importance_sampling_mode"] is not None,
         "rollout_importance_sampling_threshold",

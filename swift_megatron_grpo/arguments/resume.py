@@ -27,7 +27,7 @@ _NAMES = """
     swanlab_exp_name callbacks check_model check check_gpu stall_warnings eval_iters eval_steps num_generations_eval
     phase_timeout reward_timeout stop_grace ddp_timeout vllm_request_timeout vllm_server_base_url vllm_server_host
     vllm_server_port vllm_server_timeout vllm_server_group_port vllm_server_api_key vllm_gpu_memory_utilization
-    dataloader_num_workers dataset_num_proc load_from_cache_file hub_token
+    dataloader_num_workers dataset_num_proc load_from_cache_file hub_token spare_groups
 """
 _WITHOUT_EFFECT = frozenset(_NAMES.split())
 

@@ -11,6 +11,7 @@ from swift_megatron_grpo.arguments.refused import OMNI
 from swift_megatron_grpo.generation.protocol.api_key import read_api_key
 from swift_megatron_grpo.generation.protocol.model_identity import model_identity, position_identity, precision_identity
 from swift_megatron_grpo.settings import adapter, asynchronous, batches, config, images, positions, routing, time_limits
+from swift_megatron_grpo.settings.algorithm import Algorithm
 from swift_megatron_grpo.settings.sampling import Evaluation, Sampling
 from swift_megatron_grpo.settings.servers import Servers
 
@@ -33,6 +34,7 @@ def configure(args: GRPOArguments) -> config.GRPOConfig:
             reward_names=args.reward_names,
             reward_weights=tuple(map(float, args.reward_weights or [1.0] * len(args.reward_names))),
             max_resample_times=args.max_resample_times if args.dynamic_sample else 0,
+            spare_groups=args.of(Algorithm).most_spare_groups,
         ),
         evaluation=config.EvaluationConfig(
             sampling=evaluation.sampling(args.of(Sampling)),

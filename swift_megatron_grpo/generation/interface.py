@@ -143,10 +143,19 @@ def _first_seed(*parts: object) -> int:
 def requests_for(
     prompts: Sequence[Prompt], per_prompt: int, seed: int | None, version: int, with_experts: int = 0
 ) -> list[Request]:
-    """Create `per_prompt` requests for every prompt; the first `with_experts` return the experts that routers chose."""
-    first = None if seed is None else _first_seed(seed, version, prompts[0].prompt_id)
+    """Create `per_prompt` requests for every prompt; the first `with_experts` return the experts that routers chose.
+
+    A seed depends on the weights' version, the prompt and the place in its group: what else is generated, and in which
+    round of --dynamic_sample, changes no completion.
+    """
+    firsts = [_first_seed(seed, version, prompt.prompt_id) for prompt in prompts]
     return [
-        Request(index, prompts[index // per_prompt], None if first is None else first + index, index < with_experts)
+        Request(
+            index,
+            prompts[index // per_prompt],
+            None if seed is None else firsts[index // per_prompt] + index % per_prompt,
+            index < with_experts,
+        )
         for index in range(len(prompts) * per_prompt)
     ]
 

@@ -5,6 +5,7 @@ step_context.py     the step in progress: its metrics, and the time and memory o
 rollouts.py         its first half, from prompts to graded completions; all ranks call the reward functions
 rollout_queue.py    generations: what has started, also ahead of training, and what has arrived
 run_ahead.py        which rollouts may start ahead of training, and how stale they would be
+spare_groups.py     how many groups are generated with a rollout in case its own have equal rewards (--spare_groups)
 weight_sync.py      sends weights to the engine and verifies that it runs them
 training_batches.py its second half: the batches of a rollout, with old and reference log-probs, also from a checkpoint
 samples.py          graded completions as training samples, with the images of their prompts and the trained tokens

@@ -12,6 +12,7 @@ from swift_megatron_grpo.generation.interface import Generation, Progress, Reque
 from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS
 from swift_megatron_grpo.loop.checks.experts import check_experts
 from swift_megatron_grpo.loop.run_ahead import RunAhead
+from swift_megatron_grpo.loop.spare_groups import SpareGroups
 from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.step_context import StepContext
 from swift_megatron_grpo.output.recording.reading import Recorded
@@ -26,7 +27,7 @@ class StartedRollout:
 
     prompts: Sequence[Prompt]
     group_size: int  # completions of one prompt
-    recorded: Recorded = field(default_factory=dict)  # an earlier run has generated and graded these
+    recorded: Recorded = field(default_factory=dict)  # generated and graded before: by an earlier run, or as spare ones
     generation: Generation | None = None  # None: all are recorded
     missing: int = 0  # completions not received yet
     versions: set[int] = field(default_factory=set)  # of weights that may generate them
@@ -40,10 +41,11 @@ class StartedRollout:
 class RolloutQueue:
     """Starts rollouts, and collects their completions in order. Every rank calls every method."""
 
-    def __init__(self, config: GRPOConfig, stages: Stages, ahead: RunAhead) -> None:
+    def __init__(self, config: GRPOConfig, stages: Stages, ahead: RunAhead, spares: SpareGroups) -> None:
         self._config = config
         self._stages = stages
         self._ahead = ahead
+        self._spares = spares
         self._started: deque[StartedRollout] = deque()  # ahead of the one that is collected
         self._engine_version = NO_WEIGHTS  # of the last weights sent
         self.first = ahead.first_rollout  # the number of the first one that this run generates
@@ -58,18 +60,29 @@ class RolloutQueue:
         source.taken = rollout * size
         return source.take(size)
 
-    def take(self, rollout: int, draw: int, prompts: Sequence[Prompt], step: StepContext) -> StartedRollout:
-        """Return one draw of a rollout; it starts now unless it was started ahead."""
+    def drawn_prompts(self, rollout: int, first: int, count: int) -> list[Prompt]:
+        """Return prompts for groups that replace uniform ones of a rollout; they depend on its number alone, too.
+
+        `first`: the number of prompts that were drawn for this rollout before.
+        """
+        source = self._stages.spare_prompts
+        source.taken = (rollout + 1) * self._spares.most + first
+        return source.take(count)
+
+    def take(
+        self, rollout: int, draw: int, prompts: Sequence[Prompt], step: StepContext, ready: Recorded
+    ) -> StartedRollout:
+        """Return one draw of a rollout; it starts now unless it was started ahead. `ready`: what is graded already."""
         if draw == 0 and self._started:
             return self._started.popleft()
-        return self._start_draw(rollout, draw, prompts, step)
+        return self._start_draw(rollout, draw, prompts, step, ready)
 
     def start_ahead(self, training: int, step: StepContext) -> None:
         """Start the rollouts that may be generated while rollout `training` is trained."""
         while self._ahead.in_window(rollout := training + 1 + len(self._started), training):
             if not self._ahead.may_start(rollout, self._engine_version, step.version, self._engine_is_idle()):
                 return
-            self._started.append(self._start_draw(rollout, 0, self.prompts(rollout), step))
+            self._started.append(self._start_draw(rollout, 0, self.prompts(rollout), step, {}))
 
     def start_evaluation(
         self, prompts: Sequence[Prompt], evaluation: EvaluationConfig, step: StepContext
@@ -85,16 +98,22 @@ class RolloutQueue:
         self._generate(evaluated, evaluation_requests(prompts, evaluated.group_size, sampling.seed), sampling)
         return evaluated
 
-    def _start_draw(self, rollout: int, draw: int, prompts: Sequence[Prompt], step: StepContext) -> StartedRollout:
-        """Start to generate what no earlier run has dumped of a rollout."""
+    def _start_draw(
+        self, rollout: int, draw: int, prompts: Sequence[Prompt], step: StepContext, ready: Recorded
+    ) -> StartedRollout:
+        """Start to generate what is not there of a draw, and spare groups with the first one."""
         logprobs = logprobs_requested(self._config, rollout, self.first)
         sampling = replace(self._config.sampling, logprobs=logprobs)
         started = StartedRollout(prompts, self._config.grading.num_generations)
-        started.recorded = self._recorded(rollout, draw, started, step)
+        started.recorded = ready | self._recorded(rollout, draw, started, step)
         if len(started.recorded) < started.size:
             self._prepare_engine(step)
+            if draw == 0:
+                started.prompts = [*prompts, *self.drawn_prompts(rollout, 0, self._spares.wanted())]
             with_experts = self._config.routing.requested(started.size)
-            requests = requests_for(prompts, started.group_size, sampling.seed, self._engine_version, with_experts)
+            requests = requests_for(
+                started.prompts, started.group_size, sampling.seed, self._engine_version, with_experts
+            )
             self._generate(
                 started, [request for request in requests if request.index not in started.recorded], sampling
             )

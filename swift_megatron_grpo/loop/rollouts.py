@@ -11,6 +11,7 @@ from swift_megatron_grpo.grading.results import resample, total_rewards
 from swift_megatron_grpo.grading.rewards import call_reward_functions
 from swift_megatron_grpo.loop.rollout_queue import RolloutQueue
 from swift_megatron_grpo.loop.run_ahead import RunAhead
+from swift_megatron_grpo.loop.spare_groups import SpareGroups
 from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.step_context import StepContext
 from swift_megatron_grpo.output.recording.reading import Recorded
@@ -28,7 +29,9 @@ class Rollouts:
         self._config = config
         self._stages = stages
         self._ahead = ahead
-        self._queue = RolloutQueue(config, stages, ahead)
+        grading, per_rollout = config.grading, config.batch.rollout_prompts
+        self._spares = SpareGroups(grading.spare_groups, per_rollout, grading.max_resample_times * per_rollout)
+        self._queue = RolloutQueue(config, stages, ahead, self._spares)
         self._trainer_state = trainer_state  # reward functions may read it
         self.last = ahead.first_rollout - 1  # the number of the rollout taken last
 
@@ -43,11 +46,11 @@ class Rollouts:
         rollout = self.last
         prompts = self._queue.prompts(rollout)
         if self._config.grading.max_resample_times > 0:
-            graded = self._draw(rollout, 0, prompts, step, ahead_of=None)
-            graded = self._replace_uniform_groups(rollout, graded, step)
+            graded, spare = self._draw(rollout, 0, prompts, step)
+            graded = self._replace_uniform_groups(rollout, graded, spare, step)
             self._queue.start_ahead(rollout, step)  # only now: the draws come first
         else:
-            graded = self._draw(rollout, 0, prompts, step, ahead_of=rollout)
+            graded, _ = self._draw(rollout, 0, prompts, step, ahead_of=rollout)
         if self._ahead.max_staleness:
             stale = [self._ahead.staleness(rollout, completion.rollout.weights_version) for completion in graded]
             step.metrics["rollout/staleness"] = sum(stale) / len(stale)
@@ -63,26 +66,38 @@ class Rollouts:
         return self._with_totals(graded)
 
     def _draw(
-        self, rollout: int, draw: int, prompts: Sequence[Prompt], step: StepContext, ahead_of: int | None
-    ) -> list[Graded]:
-        """Generate, grade and dump, or read a dump. Later rollouts start ahead of rollout `ahead_of` then."""
+        self,
+        rollout: int,
+        draw: int,
+        prompts: Sequence[Prompt],
+        step: StepContext,
+        ahead_of: int | None = None,
+        ready: Recorded | None = None,
+    ) -> tuple[list[Graded], Recorded]:
+        """Generate, grade and dump, or read a dump. Later rollouts start ahead of rollout `ahead_of` then.
+
+        `ready`: completions of this draw that are graded already. Return its completions, and those of the spare groups
+        that were generated with it.
+        """
         if self._stages.replay is not None:
-            return self._replayed(rollout, draw, prompts, step)
+            return self._replayed(rollout, draw, prompts, step), {}
         dump = self._stages.dump
-        started = self._queue.take(rollout, draw, prompts, step)
+        started = self._queue.take(rollout, draw, prompts, step, ready or {})
+        size = len(prompts) * started.group_size
         graded = dict(started.recorded)
         for groups in self._queue.collect(started, step, ahead_of):
             new = self._grade(groups, started.group_size, step)
             graded |= new
             if dump is not None and len(graded) < started.size:
-                dump.append(rollout, draw, [Graded(new[i][0], new[i][1], None, 0.0) for i in sorted(new)])
-        result = self._with_totals(graded)
+                drawn = (new[index] for index in sorted(new) if index < size)
+                dump.append(rollout, draw, [Graded(completion, rewards, None, 0.0) for completion, rewards in drawn])
+        result = self._with_totals({index: graded[index] for index in range(size)})
         if dump is not None:
             with step.timer("dump"):
                 self._stages.coordinator.all_gather_or_raise(
                     lambda: dump.write(rollout, draw, result), "--rollout_dump"
                 )
-        return result
+        return result, {index - size: graded[index] for index in range(size, started.size)}
 
     def _replayed(self, rollout: int, draw: int, prompts: Sequence[Prompt], step: StepContext) -> list[Graded]:
         assert self._stages.replay is not None
@@ -128,24 +143,32 @@ class Rollouts:
             [rollout for rollout, _ in in_order], [rewards for _, rewards in in_order], self._config.grading
         )
 
-    def _replace_uniform_groups(self, rollout: int, graded: list[Graded], step: StepContext) -> list[Graded]:
-        """Replace groups of equal rewards by groups of spare prompts."""
+    def _replace_uniform_groups(
+        self, rollout: int, graded: list[Graded], spare: Recorded, step: StepContext
+    ) -> list[Graded]:
+        """Replace groups of equal rewards by groups of further prompts, first by the `spare` ones."""
         grading = self._config.grading
-        per_rollout = self._config.batch.rollout_prompts
-        spare_prompts = self._stages.spare_prompts
-        # The position in the spare prompts depends on the rollout's number only, so a resumed run draws the same ones.
-        spare_prompts.taken = (rollout + 1) * grading.max_resample_times * per_rollout
-
+        group_size, per_rollout = grading.num_generations, self._config.batch.rollout_prompts
         draws = count(1)  # the first one is in `graded`
+        drawn = 0  # groups
 
         def draw(groups: int) -> list[Graded]:
-            return self._draw(rollout, next(draws), spare_prompts.take(groups), step, ahead_of=None)
+            nonlocal drawn
+            prompts = self._queue.drawn_prompts(rollout, drawn, groups)
+            places = range(drawn * group_size, (drawn + groups) * group_size)
+            ready = {index - places.start: spare[index] for index in places if index in spare}
+            drawn += groups
+            return self._draw(rollout, next(draws), prompts, step, ready=ready)[0]
 
-        resampled = resample(graded, grading.num_generations, grading.max_resample_times, draw)
+        resampled = resample(graded, group_size, grading.max_resample_times, draw)
         if resampled.uniform:
             logger.warning(
                 f"{resampled.uniform} of {per_rollout} groups have equal rewards after --max_resample_times "
                 f"{grading.max_resample_times} rounds; they stay in the batch, with advantages of 0"
             )
+        self._spares.remember(resampled.generated, per_rollout - resampled.uniform)
         step.metrics.update(resampled.metrics())
+        spare_groups = len(spare) // group_size
+        step.metrics["dynamic_sample/spare_groups"] = float(spare_groups)
+        step.metrics["dynamic_sample/dropped_groups"] = float(max(spare_groups - drawn, 0))
         return resampled.graded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -51,6 +52,15 @@ class Algorithm(Flags):
     ]
     dynamic_sample: bool
     max_resample_times: Annotated[int, AtLeast(0, use=3)]
+    spare_groups: str = flag(
+        "0",
+        "With --dynamic_sample true: the number of groups of further prompts that are generated and graded with a "
+        "rollout, before it is known which of its groups have equal rewards. They are taken in the order in which they "
+        "would be drawn, and the rest is dropped: the batch is the same, without the time of the rounds. auto: as many "
+        "as the last 8 rollouts needed, and 15 %% more. At most --max_resample_times times the groups of a rollout. "
+        "Default: 0.",
+        example="auto",
+    )
     kl: Kl
     loss: LossConfig
     teacher: Teacher
@@ -158,6 +168,16 @@ class Algorithm(Flags):
                 f"--dynamic_sample with --max_resample_times {self.max_resample_times} never samples again; use "
                 "--max_resample_times 3, or --dynamic_sample false"
             )
+
+    @rule
+    def spare_groups_are_a_number(self) -> Faults:
+        if not re.fullmatch("auto|[0-9]{1,9}", self.spare_groups):
+            yield f"--spare_groups {self.spare_groups} must be auto or a number of groups; use --spare_groups auto"
+
+    @property
+    def most_spare_groups(self) -> int | None:
+        """None: as many as earlier rollouts needed."""
+        return None if self.spare_groups == "auto" else int(self.spare_groups)
 
     def notes(self) -> list[str]:
         """Return notes for the start-up log: flags without effect, as in ms-swift, and likely mistakes."""

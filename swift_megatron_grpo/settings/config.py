@@ -98,6 +98,7 @@ class GradingConfig(flag.Flags):
     advantage_estimator: str = "grpo"
     overlong_filter: bool = False  # truncated completions count in baselines but are not trained
     max_resample_times: int = 0  # rounds that replace groups of equal rewards; 0: --dynamic_sample is off
+    spare_groups: int | None = 0  # generated with a rollout for these rounds; None: as many as earlier rollouts needed
 
 
 @dataclass(frozen=True, slots=True)

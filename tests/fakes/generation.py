@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from swift_megatron_grpo.generation.interface import Progress, Request, Share
 from swift_megatron_grpo.loop.step_context import PhaseTimer
 from swift_megatron_grpo.settings.config import SamplingConfig
-from swift_megatron_grpo.types import Prompt, Rollout
+from swift_megatron_grpo.types import Rollout
 
 LOGPROB = -1.0  # of each sampled token, under the engine's weights
 
@@ -71,7 +71,9 @@ class Generation:
         if self.engine.lost:
             return Progress({}, needs_weights=True)
         group, self.requests = self.requests[: self.group_size], self.requests[self.group_size :]
-        return Progress({request.index: self._complete(request.prompt) for request in group}, needs_weights=False)
+        return Progress({request.index: self._complete(request) for request in group}, needs_weights=False)
 
-    def _complete(self, prompt: Prompt) -> Rollout:
-        return Rollout(prompt, [1], [2], [LOGPROB], prompt.prompt_id, "stop", self.engine.version)
+    def _complete(self, request: Request) -> Rollout:
+        token = 2 if request.seed is None else request.seed % 97
+        prompt = request.prompt
+        return Rollout(prompt, [1], [token], [LOGPROB], prompt.prompt_id, "stop", self.engine.version)

@@ -150,6 +150,7 @@ def fake_run(
     top_entropy_quantile: float = 1.0,
     dropped: int = 0,
     teacher: float | None = None,
+    spare_groups: int | None = 0,
 ) -> FakeRun:
     """Create a run of rollouts of 3 prompts with 2 completions; with a `dump`, it continues what is in the folder.
 
@@ -171,6 +172,7 @@ def fake_run(
         grading=GradingConfig(
             num_generations=GROUP, reward_names=("length",), reward_weights=(1.0,), scale_rewards="group",
             bad_reward="drop" if dropped else "stop", max_resample_times=max_resample,
+            spare_groups=spare_groups,
         ),
         deadlines=SimpleNamespace(reward_timeout=None), sampling=SAMPLING, evaluation=EVALUATION,
         routing=routing or routing_of(), recording=Recording(rollout_dump=dump and str(dump), resume="auto"),

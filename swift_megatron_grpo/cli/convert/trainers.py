@@ -337,7 +337,7 @@ SLIME = Table(
         "--custom-rm-path": _REWARD_CLASS,
         "--custom-generate-function-path": _TURNS,
         "--dynamic-sampling-filter-path": ByHand("--dynamic_sample true replaces groups of equal rewards"),
-        "--over-sampling-batch-size": ByHand("--max_resample_times bounds how often groups are replaced"),
+        "--over-sampling-batch-size": ByHand("--spare_groups auto generates more groups with each rollout"),
         "--balance-data": _BALANCED,
         "--eval-prompt-data": Computed(  # NAME PATH NAME PATH ...
             ["val_dataset"], lambda value: {"val_dataset": value[1::2] if isinstance(value, list) else value}

@@ -67,6 +67,8 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "real plain": ({**REAL, "advantage_estimator": "reinforce_plus_plus_plain"}, ["--loss_type real needs groups"]),
     "resample 0": ({"dynamic_sample": True, "max_resample_times": 0}, ["never samples again"]),
+    "spare": ({"spare_groups": "-1"}, ["--spare_groups -1 must be auto or a number", "use --spare_groups auto"]),
+    "spare text": ({"dynamic_sample": True, "spare_groups": "all"}, ["--spare_groups all must be auto or a number"]),
     "resample one": (
         {"dynamic_sample": True, "num_generations": 1, "advantage_estimator": "reinforce_plus_plus_plain"},
         ["--dynamic_sample keeps prompts", "--dynamic_sample false"],
@@ -80,6 +82,8 @@ ACCEPTED: list[dict[str, Any]] = [
     {"scale_rewards": "gdpo"},
     {"scale_rewards": "gdpo", "kl_in_reward": True, "beta": 0.0},
     {"dynamic_sample": True},
+    {"dynamic_sample": True, "spare_groups": "auto"},
+    {"dynamic_sample": True, "spare_groups": "16"},
     {"delta": 2.0},
     {"dual_clip": 3.0, "loss_type": "dapo"},
     {"kl_target": 0.01},

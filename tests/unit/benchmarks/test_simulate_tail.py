@@ -70,6 +70,12 @@ def test_draws_are_generated_before_or_next_to_the_following_rollout(alone: bool
     assert Run(case).result().seconds * 2 == pytest.approx(10 + 10 + 10 + 1 + 10 if alone else 10 + 10 + 1 + 10)
 
 
+@pytest.mark.parametrize("spare", [0, 1, 2])
+def test_spare_groups_leave_no_round_if_they_are_enough(spare: int) -> None:
+    case = replace(SMALL, uniform=0.5, most_draws=1, spare=spare, rollouts=1, slots=8, max_staleness=0)
+    assert Run(case).result().seconds == (10 if spare else 20)
+
+
 @pytest.mark.parametrize("max_staleness", [1, 2, 3])
 def test_the_bound_leaves_nothing_to_start_in_tails_after_the_first(max_staleness: int) -> None:
     assert Run(Case(max_staleness=max_staleness, rollouts=9)).result().within_bound == {0}
