@@ -1,6 +1,7 @@
 """Multi-turn conversations: the parts shared by vLLM in the training processes and by the rollout server.
 
 checks.py      validates the multi-turn flags and names in ms-swift's registries, with suggestions
+blocking.py    runs tools that block in threads
 running.py     runs conversations with a scheduler, records their turns, ends those that outgrow the engine
 turns.py       joins the turns of a conversation into one token sequence
 """

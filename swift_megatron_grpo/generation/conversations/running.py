@@ -23,6 +23,7 @@ from swift.rollout import MultiTurnScheduler
 from swift.rollout.multi_turn import GYMScheduler
 from swift.template import MaxLengthError
 
+from swift_megatron_grpo.generation.conversations.blocking import run_blocking_tools_in_threads
 from swift_megatron_grpo.generation.conversations.turns import Message, Turn, join, sampled_any, tokens_left, turn_seed
 from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS, Completion, InvalidRequest
 
@@ -85,6 +86,7 @@ current: ContextVar[TurnRecorder | None] = ContextVar("current", default=None)  
 class Conversations:
     def __init__(self, scheduler: MultiTurnScheduler) -> None:
         self._scheduler = scheduler
+        run_blocking_tools_in_threads(scheduler)
         end_without_room(scheduler)
         if type(scheduler).run is MultiTurnScheduler.run:
             _add_answer_prefix_to_steps(scheduler)

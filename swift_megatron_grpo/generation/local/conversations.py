@@ -1,28 +1,29 @@
 """Multi-turn conversations in the training processes, driven by a scheduler of ms-swift: tools, environments, hints.
 
-The scheduler decides what follows a turn and when a conversation ends. All open conversations advance in lockstep: vLLM
-generates one batch of turns when each of them waits for its next one. Scheduler and environments live on each engine's
-first rank, which broadcasts every batch of turns to the engine's other ranks.
+The scheduler decides what follows a turn and when a conversation ends. Each conversation is a task and continues as
+soon as its tool answers: its next turn joins those that vLLM generates. Between two steps of vLLM, all tasks run that
+need not wait. Scheduler and environments are on each engine's first rank, which broadcasts new turns to the others.
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Sequence
+from contextlib import closing, suppress
 from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from swift.infer_engine import RequestConfig
 from swift.infer_engine.protocol import ChatCompletionResponse, RolloutInferRequest
 from swift.rollout import multi_turns
 from swift.template import Template
-from vllm import SamplingParams
-from vllm.sampling_params import RequestOutputKind
 
 from swift_megatron_grpo.generation.conversations.running import Conversations, NoRoom, current, has_room
 from swift_megatron_grpo.generation.interface import Request
-from swift_megatron_grpo.generation.local.engine import LocalVllm, run_batch
+from swift_megatron_grpo.generation.local.engine import LocalVllm
+from swift_megatron_grpo.generation.local.running_turns import RunningTurns
 from swift_megatron_grpo.generation.protocol.messages import Completion
 from swift_megatron_grpo.generation.requests import conversation_request, request_config, to_rollout
 from swift_megatron_grpo.generation.vllm.images import placeholder_tokens
@@ -31,6 +32,18 @@ from swift_megatron_grpo.settings.config import MultiTurnConfig, SamplingConfig,
 from swift_megatron_grpo.types import Rollout
 
 NextTurn = tuple[RolloutInferRequest, RequestConfig]  # to generate
+_STEPS_OF_RANKS = 4  # of an engine on several ranks between two broadcasts of new turns
+_MOST_ITERATIONS = 8  # of the event loop between two steps: a tool without waits takes up to five
+_POLL_SECONDS = 1.0  # between two looks at the request to stop while all conversations wait for tools
+
+
+@dataclass(frozen=True, slots=True)
+class AskedTurn:
+    """A turn that its conversation waits for."""
+
+    turn: NextTurn
+    inputs: dict[str, Any]  # encoded
+    response: asyncio.Future[ChatCompletionResponse]
 
 
 class MultiTurnVllm(LocalVllm):
@@ -48,22 +61,27 @@ class MultiTurnVllm(LocalVllm):
         )
         size = config.vllm_tensor_parallel_size
         self._first_rank = dist.get_rank() // size * size
+        self._stop = stop
+        self._steps = 1 if self._engine_ranks is None else _STEPS_OF_RANKS
+        # of the generation that runs
         self._open = 0  # conversations
-        self._waiting: list[tuple[NextTurn, asyncio.Future[ChatCompletionResponse]]] = []
-        self._others_wait = False  # for the next batch of turns
+        self._turns = RunningTurns(self._engine)
+        self._asked: list[AskedTurn] = []  # and not yet in vLLM
+        self._answers: dict[str, asyncio.Future[ChatCompletionResponse]] = {}  # that vLLM generates, by the turn's name
+        self._changed = asyncio.Event()  # a conversation has asked for a turn, or ended
+        self._others_wait = False  # for new turns
 
     def _complete(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Rollout]:
+        self._turns = RunningTurns(self._engine)
         if not self.share.reports:
-            while (turns := self._broadcast(None)) is not None:
-                self._infer(turns)
+            while (asked := self._broadcast(None)) is not None:
+                for request, config in asked:
+                    self._turns.add(self._encode(request), config)
+                self._turns.step(self._steps)
+            self._turns.abort()
             return []
-        self._others_wait = True
-        try:
-            with closing(asyncio.new_event_loop()) as loop:
-                completions = loop.run_until_complete(self._converse(requests, sampling))
-        finally:  # also if a scheduler fails; the engine fails on all its ranks
-            if self._others_wait:
-                self._broadcast(None)
+        with closing(asyncio.new_event_loop()) as loop:
+            completions = loop.run_until_complete(self._converse(requests, sampling))
         return [
             to_rollout(request, completion, self._weights_version)
             for request, completion in zip(requests, completions, strict=True)
@@ -71,7 +89,7 @@ class MultiTurnVllm(LocalVllm):
 
     async def _converse(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Completion]:
         """Run conversations to their ends. Return their completions in order."""
-        self._open, self._waiting = len(requests), []
+        self._open, self._asked, self._answers, self._changed = len(requests), [], {}, asyncio.Event()
         limit = sampling.max_completion_length if sampling.limits_conversations else None
         tasks = [
             asyncio.create_task(
@@ -83,18 +101,38 @@ class MultiTurnVllm(LocalVllm):
         ]
         for task in tasks:
             task.add_done_callback(self._end_one)
+        completed = asyncio.gather(*tasks)  # done as well if one fails, which ends this generation
+        self._others_wait = True
         try:
-            return list(await asyncio.gather(*tasks))
+            while not completed.done():
+                await self._let_conversations_run()
+                self._stop.raise_if_out_of_time()
+                if self._asked or self._answers:
+                    self._step_engine()
+            return list(await completed)
         finally:
+            if self._others_wait:  # otherwise the engine has failed, on all its ranks
+                self._broadcast(None)
+            self._turns.abort()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await asyncio.gather(*self._conversations.closing)
 
+    async def _let_conversations_run(self) -> None:
+        """Run conversations until each waits for its turn or its tool; wait for a tool if there is no turn."""
+        for _ in range(_MOST_ITERATIONS):
+            await asyncio.sleep(0)
+            if len(self._asked) + len(self._answers) >= self._open:
+                return
+        if not (self._asked or self._answers):
+            self._changed.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), _POLL_SECONDS)
+
     def _end_one(self, task: asyncio.Task[Completion]) -> None:
         self._open -= 1
-        if not task.cancelled() and task.exception() is None:  # otherwise this generation ends
-            self._infer_if_all_wait()
+        self._changed.set()
 
     async def infer_async(
         self, infer_request: RolloutInferRequest, config: RequestConfig, **_: Any
@@ -106,59 +144,40 @@ class MultiTurnVllm(LocalVllm):
 
     async def _wait_for_turn(self, request: RolloutInferRequest, config: RequestConfig) -> ChatCompletionResponse:
         engine = self._engine
-        length = engine._get_num_tokens(engine.template.encode(request))
-        if not has_room(length, engine.max_tokens_offset, engine.max_model_len):
+        inputs = self._encode(request)
+        if not has_room(engine._get_num_tokens(inputs), engine.max_tokens_offset, engine.max_model_len):
             raise NoRoom
         response: asyncio.Future[ChatCompletionResponse] = asyncio.get_running_loop().create_future()
-        self._waiting.append(((request, config), response))
-        self._infer_if_all_wait()
+        self._asked.append(AskedTurn((request, config), inputs, response))
+        self._changed.set()
         return await response
 
-    def _infer_if_all_wait(self) -> None:
-        """Generate a turn of every open conversation, once the last of them waits for its turn."""
-        waiting = [(turn, response) for turn, response in self._waiting if not response.cancelled()]
-        if not waiting or len(waiting) < self._open:
-            return
-        self._waiting = []
-        waiting.sort(key=lambda turn: turn[0][0].uuid)  # environments may have been slower in another order
-        turns = [turn for turn, _ in waiting]
-        try:
-            self._broadcast(turns)
-            self._others_wait = False
-            results = self._infer(turns)
-            self._others_wait = True
-        except BaseException as error:
-            for _, response in waiting:
-                response.set_exception(error)
-        else:
-            for (_, response), result in zip(waiting, results, strict=True):
-                response.set_result(result)
+    def _encode(self, request: RolloutInferRequest) -> dict[str, Any]:
+        encoded: dict[str, Any] = self._engine.template.encode(request, return_template_inputs=True)
+        return encoded
 
-    def _infer(self, turns: Sequence[NextTurn]) -> list[ChatCompletionResponse]:
-        """Generate one turn of each conversation like ms-swift's `infer`, but with a seed per turn."""
-        engine = self._engine
-        engine.template.set_mode("vllm")
-        encoded, _ = engine._batch_encode([request for request, _ in turns], strict=True)
-        configs = [config for _, config in turns]
-
-        def prepared() -> Iterator[tuple[dict[str, Any], SamplingParams]]:
-            for inputs, config in zip(encoded, configs, strict=True):
-                engine.set_default_max_tokens(config, inputs)
-                params = engine._prepare_generation_config(config)
-                engine._add_stop_words(params, config)
-                params.output_kind = RequestOutputKind.FINAL_ONLY
-                yield inputs, params
-
-        outputs = run_batch(engine, prepared(), self._give_up)
-        return [
-            engine._create_chat_completion_response(output, inputs, config, str(number))
-            for number, (output, inputs, config) in enumerate(zip(outputs, encoded, configs, strict=True))
-        ]
+    def _step_engine(self) -> None:
+        """Let the engine step with the turns that conversations have asked for, on all its ranks."""
+        asked, self._asked = [turn for turn in self._asked if not turn.response.cancelled()], []
+        self._broadcast([turn.turn for turn in asked])
+        self._others_wait = False
+        for turn in asked:
+            _, config = turn.turn
+            self._answers[self._turns.add(turn.inputs, config)] = turn.response
+        for name, response in self._turns.step(self._steps).items():
+            answer = self._answers.pop(name)
+            if not answer.cancelled():
+                answer.set_result(response)
+        self._others_wait = True
 
     def _broadcast(self, turns: list[NextTurn] | None) -> list[NextTurn] | None:
         """Broadcast from the engine's first rank to its other ranks, which pass None. None ends the generation."""
-        if self._engine_ranks is not None:
-            box = [turns]
-            dist.broadcast_object_list(box, src=self._first_rank, group=self._engine_ranks)
-            turns = box[0]
-        return turns
+        if self._engine_ranks is None:
+            return turns
+        number = torch.tensor([-1 if turns is None else len(turns)])  # mostly 0, for a fifth of the time of an object
+        dist.broadcast(number, src=self._first_rank, group=self._engine_ranks)
+        if number <= 0:
+            return None if number < 0 else []
+        box = [turns]
+        dist.broadcast_object_list(box, src=self._first_rank, group=self._engine_ranks)
+        return box[0]

@@ -1,0 +1,50 @@
+"""Turns of conversations in a local engine. Every rank of it adds the same turns before the same step."""
+
+from itertools import count
+from typing import Any
+
+from swift.infer_engine import GRPOVllmEngine, RequestConfig
+from swift.infer_engine.protocol import ChatCompletionResponse
+from vllm.sampling_params import RequestOutputKind
+
+
+class RunningTurns:
+    """The turns of one generation, by the names that vLLM has for them."""
+
+    def __init__(self, engine: GRPOVllmEngine) -> None:
+        engine.template.set_mode("vllm")
+        self._engine, self._adapter = engine, engine._get_grpo_lora_request()
+        self._names = map(str, count())
+        self._running: dict[str, tuple[dict[str, Any], RequestConfig]] = {}
+
+    def add(self, inputs: dict[str, Any], config: RequestConfig) -> str:
+        """Add an encoded turn to the next step, and return its name."""
+        engine = self._engine
+        engine.set_default_max_tokens(config, inputs)
+        params = engine._prepare_generation_config(config)
+        engine._add_stop_words(params, config)
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        name = next(self._names)
+        engine._add_request(inputs, params, name, adapter_request=self._adapter)
+        self._running[name] = inputs, config
+        return name
+
+    def step(self, times: int) -> dict[str, ChatCompletionResponse]:
+        """Let the engine step, so many times or until it has generated all, and return the turns that have ended."""
+        vllm = self._engine.engine
+        ended = []
+        for _ in range(times):
+            if not vllm.has_unfinished_requests():
+                break
+            ended += vllm.step()
+        return {output.request_id: self._response(output) for output in ended}
+
+    def _response(self, output: Any) -> ChatCompletionResponse:
+        """Return vLLM's output like ms-swift's `infer`."""
+        inputs, config = self._running.pop(output.request_id)
+        return self._engine._create_chat_completion_response(output, inputs, config, output.request_id)
+
+    def abort(self) -> None:
+        """Remove the turns that have not ended, after which the engine is idle."""
+        self._engine.engine.abort_request(list(self._running))
+        self._running.clear()
