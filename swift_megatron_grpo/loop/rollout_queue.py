@@ -250,15 +250,17 @@ def logprobs_requested(config: GRPOConfig, rollout: int, first: int) -> bool:
     """Return True if vLLM returns log-probs with a rollout. `first`: the first one that this run generates.
 
     They cost 4 to 11 % of the time of generation of small models (benchmarks/h200/parts/scheduling.json). Corrections
-    and their metrics compare them with the trainer's, the off-policy mask prefers them, asynchronous runs take them for
-    old log-probs, and a dump keeps them for a replay with any of these. If nothing but `rollout/k3_kl` reads them, they
-    are requested at an interval (0: never), and for the first rollout, which checks/logprob_check.py compares.
+    and their metrics compare them with the trainer's, the off-policy mask prefers them, asynchronous runs and
+    --old_logprobs engine take them for old log-probs, and a dump keeps them for a replay with any of these. If nothing
+    but `rollout/k3_kl` reads them, they are requested at an interval (0: never), and for the first rollout, which
+    checks/logprob_check.py compares.
     """
     correction = config.loss.correction
     return (
         correction.rollout_importance_sampling_mode is not None
         or correction.log_rollout_offpolicy_metrics
         or correction.off_policy_sequence_mask_delta is not None
+        or correction.old_logprobs == "engine"
         or config.max_staleness > 0
         or config.recording.dump is not None
         or rollout == first

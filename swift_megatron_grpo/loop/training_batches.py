@@ -165,11 +165,16 @@ class TrainingBatches:
 def old_logprobs_from_engine(rollouts: Sequence[Rollout], version: int, correction: Correction) -> bool:
     """Return True if the engine's log-probs are the old log-probs, instead of the trainer's own.
 
-    True for completions of older weights without a rollout correction: the ratio and its clipping then account for how
-    far the policy has moved since. A rollout correction would weight the completions by that.
+    True with --old_logprobs engine, and for completions of older weights without a rollout correction. The ratio and
+    its clipping then account for how far the policy has moved since; a correction would weight the completions by that.
     """
-    if all(rollout.weights_version == version for rollout in rollouts):
+    if correction.old_logprobs == "policy" and all(rollout.weights_version == version for rollout in rollouts):
         return False
+    if correction.old_logprobs == "engine" and any(rollout.logprobs is None for rollout in rollouts):
+        raise RuntimeError(
+            "completions came without the engine's log-probs, which --old_logprobs engine trains with; use "
+            "--old_logprobs policy or, with --rollout_replay, a folder with logprobs"
+        )
     if any(rollout.logprobs is None for rollout in rollouts):
         raise RuntimeError(
             f"completions of other weights than the trainer's ({version}) came without the engine's log-probs, which "

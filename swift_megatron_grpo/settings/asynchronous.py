@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, flag, rule
+from swift_megatron_grpo.settings.losses import OldLogprobs
 
 _NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
@@ -20,6 +21,7 @@ class Asynchronous(Flags):
         "training alternate, as without --async_generate. docs/async.md describes the effect on the loss. Default: 1.",
         example="2",
     )
+    old_logprobs: OldLogprobs
     vllm_mode: str | None
     rollout_replay: str | None
     rollout_only: bool
@@ -61,11 +63,13 @@ class Asynchronous(Flags):
     def notes(self) -> list[str]:
         """Return notes for the start-up log."""
         changed = [name for name, value in _NEUTRAL.items() if getattr(self, name) != value]
-        if self.rollouts_ahead == 0 or not changed:
+        engine = self.old_logprobs == "engine"
+        if not changed or not (engine or self.rollouts_ahead):
             return []
+        typed_first = "--old_logprobs engine" if engine else "--async_generate true"
         typed = " and ".join(f"--{name} {getattr(self, name)}" for name in changed)
         instead = " ".join(f"--{name} {_NEUTRAL[name]:g}" for name in changed)
         return [
-            "--async_generate true: vLLM's log-probs measure how far the policy has moved since generation, and with "
+            f"{typed_first}: vLLM's log-probs measure how far the policy has moved since generation, and with "
             f"{typed} they belong to another distribution than the policy's; use {instead}"
         ]

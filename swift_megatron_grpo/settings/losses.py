@@ -9,6 +9,7 @@ from swift_megatron_grpo.settings.flag import Above, AtLeast, Faults, Flags, One
 
 RatioLevel = Literal["token", "sequence", "sequence_token"]
 KlEstimator = Literal["k1", "abs", "k2", "k3"]
+OldLogprobs = Literal["policy", "engine"]
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 # By --loss_type: does the loss clip the ratio? The functions are training.loss.LOSSES. Plugins add to both.
 CLIPS_RATIO = {
@@ -38,6 +39,22 @@ class Correction(Flags):
     off_policy_sequence_mask_delta: Annotated[
         float | None, AtLeast(0, use=0.5, why="a negative one masks completions on which both policies agree")
     ] = None
+    old_logprobs: OldLogprobs = flag(
+        "policy",
+        "Old log-probs, the denominator of the clipped ratio. policy: the trainer's own, which a pass computes before "
+        "the first update if a rollout is trained in several steps; for completions of older weights without a "
+        "--rollout_importance_sampling_mode, vLLM's. engine: vLLM's for all completions, without that pass. The ratio "
+        "then contains the difference between vLLM and the trainer, also in the first step. Default: policy.",
+    )
+
+    @rule
+    def one_use_of_the_engines_logprobs(self) -> Faults:
+        mode = self.rollout_importance_sampling_mode
+        if self.old_logprobs == "engine" and mode is not None:
+            yield (
+                f"--rollout_importance_sampling_mode {mode} weights tokens by old log-probs relative to vLLM's, and "
+                "with --old_logprobs engine both are the same; use --old_logprobs policy, or leave the mode out"
+            )
 
 
 class Kl(Flags):

@@ -85,7 +85,8 @@ def estimate(args: GRPOArguments, model: Model, rows: Rows, gpu: Gpu, graders: i
     work = work_of(half, model.flops)
     halved, _ = micro_batches(config.batch, config.micro_batches, model, half)
     has_teacher = config.teacher.exists
-    old = config.num_iterations > 1 or config.batch.steps_per_generation > 1 or has_teacher
+    several_steps = config.num_iterations > 1 or config.batch.steps_per_generation > 1
+    old = has_teacher or (several_steps and config.loss.correction.old_logprobs == "policy")
     passes = PassCounts(
         trains_adapters=args.has_adapter,
         recomputes=run.training.recompute.granularity == "full",

@@ -166,6 +166,10 @@ def test_old_log_probs_are_the_engines_for_old_weights_without_correction() -> N
     assert not old_logprobs_from_engine([new, new], 4, plain)
     assert old_logprobs_from_engine([rollout(4, [-1.0]), old], 4, plain)
     assert not old_logprobs_from_engine([old], 4, corrected)
+    engine = Correction(old_logprobs="engine")
+    assert old_logprobs_from_engine([rollout(4, [-1.0])], 4, engine) and old_logprobs_from_engine([old], 4, engine)
+    with pytest.raises(RuntimeError, match="use --old_logprobs policy or, with --rollout_replay, a folder with"):
+        old_logprobs_from_engine([new, rollout(4, [-1.0])], 4, engine)
     for correction in (plain, corrected):
         with pytest.raises(RuntimeError, match="came without the engine's log-probs"):
             old_logprobs_from_engine([without_logprobs], 4, correction)

@@ -85,6 +85,13 @@ def test_old_log_probs_of_completions_by_older_weights_are_the_engines() -> None
     assert [old_logprobs(batch) for batch in run.policy.trained] == [[None] * 6, [[LOGPROB]] * 6, [[LOGPROB]] * 6]
 
 
+def test_old_log_probs_of_the_engine_take_the_place_of_every_pass() -> None:
+    run = fake_run(steps_per_generation=3, loss=replace(LOSS, correction=Correction(old_logprobs="engine")))
+    train(run, 6)
+    assert "infer" not in run.events and all(run.engine.with_logprobs)
+    assert [old_logprobs(batch) for batch in run.policy.trained] == [[[LOGPROB]] * 2] * 6
+
+
 def test_with_a_rollout_correction_old_log_probs_are_the_trainers() -> None:
     corrected = replace(LOSS, correction=Correction(rollout_importance_sampling_mode="token_truncate"))
     run = fake_run(max_staleness=1, steps_per_generation=2, loss=corrected)

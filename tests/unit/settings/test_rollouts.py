@@ -54,6 +54,10 @@ def test_sampling_flags_that_distort_log_probs_of_older_weights_are_noted() -> N
     [note] = notes(top_p=0.9, top_k=50, min_p=0.1)
     assert "with --top_p 0.9 and --top_k 50 and --min_p 0.1" in note
     assert note.endswith("use --top_p 1 --top_k -1 --min_p 0")
+    assert note.startswith("--async_generate true: ")
+    [note] = notes(async_generate=False, old_logprobs="engine", top_p=0.9)
+    assert note.startswith("--old_logprobs engine: ") and note.endswith("use --top_p 1")
+    assert notes(async_generate=False, old_logprobs="engine") == [] == notes(async_generate=False, top_p=0.9)
 
 
 @pytest.mark.parametrize(
