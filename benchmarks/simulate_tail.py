@@ -45,10 +45,11 @@ class Case:
     most_draws: int = 3  # --max_resample_times
     spare: int = 0  # groups that start with a rollout (--spare_groups)
     draws_alone: bool = True  # they are generated before the next rollout starts
-    train_seconds: float = 0.0  # of one rollout
+    train_seconds: float = 0.0  # of one step
     sync_seconds: float = 1.0
     rollouts: int = 25
-    prompts: int = 128
+    steps: int = 1  # of training on a rollout (--steps_per_generation)
+    prompts: int = 128  # of a step
     completions: int = 8  # of a prompt
     slots: int = 256
     lengths: str = LENGTHS
@@ -57,9 +58,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    seconds: float  # of a rollout, on average
+    seconds: float  # of a step of training, on average
     busy: float  # share of the slots
-    staleness: float  # mean over completions
+    staleness: float  # mean over completions, in steps
     most_stale: int
     within_bound: set[int]  # rollouts in whose tails the next one could have started, by the rule
 
@@ -135,13 +136,13 @@ class Run:
     def result(self) -> Result:
         for rollout in range(self.case.rollouts):
             self._take(rollout)
-            self.server.run(self.case.train_seconds)
-        total = sum(self._staleness.values())
+            self.server.run(self.case.train_seconds * self.case.steps)
+        mean = sum(stale * number for stale, number in self._staleness.items()) / sum(self._staleness.values())
         return Result(
-            seconds=self.server.seconds / self.case.rollouts,
+            seconds=self.server.seconds / self.case.rollouts / self.case.steps,
             busy=self.server.used / self.server.seconds / self.case.slots,
-            staleness=sum(stale * number for stale, number in self._staleness.items()) / total,
-            most_stale=max(self._staleness),
+            staleness=mean * self.case.steps + (self.case.steps - 1) / 2,
+            most_stale=max(self._staleness) * self.case.steps + self.case.steps - 1,
             within_bound=self._within_bound,
         )
 
@@ -177,7 +178,7 @@ class Run:
     def _start_rest(self, newest: int) -> None:
         """Start what is left of the next rollout, with the newest weights if the server is idle."""
         self._sync_if_idle(newest)
-        self._start(self._started, self.case.prompts - self._ahead + self.case.spare)
+        self._start(self._started, self.case.prompts * self.case.steps - self._ahead + self.case.spare)
         self._started, self._ahead = self._started + 1, 0
 
     def _sync_if_idle(self, newest: int) -> None:
@@ -192,7 +193,7 @@ class Run:
 
     def _replace_groups(self, rollout: int) -> None:
         """Draw groups in place of uniform ones, of which each draw has the same share again."""
-        groups, spare = self.case.prompts, self.case.spare
+        groups, spare = self.case.prompts * self.case.steps, self.case.spare
         for _ in range(self.case.most_draws):
             if not (groups := round(groups * self.case.uniform)):
                 return
@@ -225,8 +226,9 @@ def tail_of(case: Case) -> Tail:
 
 
 def table() -> str:
-    """Return the seconds of a rollout as Markdown, for both models of a server and three times of training."""
-    cases = {f"`--max_staleness {number}`": Case(max_staleness=number) for number in (1, 2, 3)}
+    """Return the seconds of a step as Markdown, for both models of a server and three times of training."""
+    cases = {f"0, `--steps_per_generation {steps}`": Case(max_staleness=0, steps=steps) for steps in (1, 2, 4)}
+    cases |= {f"`--max_staleness {number}`": Case(max_staleness=number) for number in (1, 2, 3)}
     for groups in (8, 32):
         cases[f"1, and {groups} groups of the next rollout in each tail"] = Case(groups_ahead=groups)
     cases["1, `--dynamic_sample`: a quarter of the groups is replaced"] = Case(uniform=0.25)

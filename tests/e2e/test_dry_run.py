@@ -113,6 +113,21 @@ def test_proposed_layers_of_the_last_stage_make_the_pipeline_faster(folder: Path
     assert after < before
 
 
+def test_two_steps_on_a_rollout_generate_in_the_time_that_is_named(folder: Path, large: Path, dataset: Path) -> None:
+    flags = [*SIZES, "--max_tokens_per_micro_batch", "4096", "--tuner_type", "lora"]
+    arguments = grpo_flags(large, dataset, folder / "unused", flags)
+    _, output = check(arguments, 4)
+    named, now = (
+        float(re.findall(text, output)[0])
+        for text in (r"with --steps_per_generation 2, generation takes ([\d.]+) s", r"generation ([\d.]+) s per step")
+    )
+    assert now / 2 < named < 0.7 * now
+    _, faster = check([*arguments, "--steps_per_generation", "2"], 4)
+    assert f"generation {named:.3g} s per step" in faster and "with --steps_per_generation" not in faster
+    _, full = check([*arguments, "--vllm_max_num_seqs", "2"], 4)
+    assert "with --steps_per_generation" not in full  # as many completions follow one another in each slot
+
+
 def test_prompts_have_the_tokens_of_their_images(folder: Path) -> None:
     """The larger of two images has 250 x 250 pixels, so 9 x 9 tokens of 28 x 28 pixels after rounding."""
     model, rows = make_model(folder / "qwen2_5_vl", "qwen2_5_vl"), folder / "images.jsonl"

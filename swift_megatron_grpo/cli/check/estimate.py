@@ -48,7 +48,8 @@ class Estimate:
     completion_tokens: int  # of a step whose completions have half of --max_completion_length
     train_seconds: float
     even_stages: EvenStages | None  # None: nothing is gained
-    generation_seconds: float | None  # None: servers generate
+    generation_seconds: float | None  # of one step; None: servers generate
+    with_two_steps: float | None  # the same with --steps_per_generation 2; None: servers, or several steps already
 
 
 def bytes_of_reward_models(args: GRPOArguments) -> int:
@@ -114,6 +115,9 @@ def estimate(args: GRPOArguments, model: Model, rows: Rows, gpu: Gpu, graders: i
         generation_seconds=None
         if engine is None or not engine_fits
         else _generation_seconds(args, config, model, gpu, prompts, engine),
+        with_two_steps=None
+        if engine is None or not engine_fits or config.batch.steps_per_generation > 1
+        else _generation_seconds(args, config, model, gpu, prompts, engine, rollouts=2),
     )
 
 
@@ -187,12 +191,22 @@ def _engine(args: GRPOArguments, config: GRPOConfig, model: Model, longest: int)
 
 
 def _generation_seconds(
-    args: GRPOArguments, config: GRPOConfig, model: Model, gpu: Gpu, prompts: list[int], engine: Engine
+    args: GRPOArguments,
+    config: GRPOConfig,
+    model: Model,
+    gpu: Gpu,
+    prompts: list[int],
+    engine: Engine,
+    rollouts: int = 1,
 ) -> float:
-    """Return the seconds in which the training processes generate a rollout, for one optimizer step."""
-    share = math.ceil(config.batch.generation_batch_size * engine.ranks / config.batch.layout.world_size)
+    """Return the seconds in which the training processes generate a rollout, for one optimizer step.
+
+    `rollouts`: that are generated together, each for its steps.
+    """
+    share = math.ceil(config.batch.generation_batch_size * rollouts * engine.ranks / config.batch.layout.world_size)
+    slots = args.vllm_max_num_seqs or share
     mean_length = sum(prompts) / len(prompts) + args.max_completion_length / 4
-    at_once = max(1, min(share, config.engine.vllm_max_num_seqs, engine.sequences(gpu.memory_bytes, mean_length)))
+    at_once = max(1, min(share, slots, engine.sequences(gpu.memory_bytes, mean_length)))
     read: float = model.parameters
     if model.decoder.experts:  # a step reads those that some sequence takes
         experts = sum(tensor.size for tensor in model.tensors if ".experts." in tensor.name)
@@ -204,4 +218,4 @@ def _generation_seconds(
         steps=args.max_completion_length * share / at_once,
         bytes_of_step=read * weights / engine.ranks + at_once * mean_length * engine.cache_per_token,
     )
-    return seconds / config.batch.steps_per_generation
+    return seconds / config.batch.steps_per_generation / rollouts

@@ -55,6 +55,14 @@ def test_generation_and_training_overlap_at_1_and_alternate_at_0() -> None:
     assert ahead.staleness == pytest.approx(2 / 3) and ahead.most_stale == 1
 
 
+def test_a_larger_rollout_for_two_steps_has_one_tail() -> None:
+    """Four completions of 10 s for each step run at the same time; training takes 4 s for each."""
+    case = replace(SMALL, max_staleness=0, train_seconds=4, rollouts=1, slots=8)
+    one, two = (Run(replace(case, steps=steps)).result() for steps in (1, 2))
+    assert (one.seconds, two.seconds) == (10 + 4, 10 / 2 + 4)
+    assert (one.staleness, one.most_stale, two.staleness, two.most_stale) == (0, 0, 0.5, 1)
+
+
 def test_a_sync_waits_for_groups_that_were_started_in_a_tail() -> None:
     """One of two groups; it starts at once, because nothing waits, and ends with the rollout before it."""
     case = replace(SMALL, slots=8, groups_ahead=1)
