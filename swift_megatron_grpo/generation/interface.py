@@ -36,6 +36,7 @@ class Request:
     prompt: Prompt
     seed: int | None  # None: the engine's own generator samples it
     returns_experts: bool = False  # the completion comes with the experts that the engine's routers chose
+    place: int = 0  # among the completions of its prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,7 @@ def requests_for(
             prompts[index // per_prompt],
             None if seed is None else firsts[index // per_prompt] + index % per_prompt,
             index < with_experts,
+            index % per_prompt,
         )
         for index in range(len(prompts) * per_prompt)
     ]
@@ -168,6 +170,11 @@ def evaluation_requests(prompts: Sequence[Prompt], per_prompt: int, seed: int) -
     """
     firsts = [_first_seed(seed, prompt.prompt_id) for prompt in prompts]
     return [
-        Request(index, prompts[index // per_prompt], firsts[index // per_prompt] + index % per_prompt)
+        Request(
+            index,
+            prompts[index // per_prompt],
+            firsts[index // per_prompt] + index % per_prompt,
+            place=index % per_prompt,
+        )
         for index in range(len(prompts) * per_prompt)
     ]

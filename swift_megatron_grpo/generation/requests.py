@@ -41,7 +41,7 @@ def without_media(prompt: Prompt) -> Prompt:
 def conversation_request(request: Request) -> RolloutInferRequest:
     """Create the request of a conversation, with all columns of the dataset and an id that is the same anywhere."""
     conversation = infer_request(request.prompt, include_extra=True)
-    conversation.uuid = f"{request.prompt.prompt_id}-{request.index}"
+    conversation.uuid = f"{request.prompt.prompt_id}-{request.place}"
     return conversation
 
 

@@ -24,7 +24,7 @@ class Riddles(Env):
 
     async def reset(self, config: Any) -> tuple[str, dict[str, Any], str]:
         self._name = config.uuid
-        self._random = random.Random(config.uuid)
+        self._random = random.Random(f"riddle {config.uuid}")
         self._letters = config.data_dict["letters"]
         self._turns = self._random.randint(1, 5)  # may be more than --max_turns allows
         self._waits = WAIT in config.messages[-1]["content"]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from swift_megatron_grpo.data.prompts import PromptSource
+from swift_megatron_grpo.generation.requests import conversation_request
 from swift_megatron_grpo.grading.rewards import RewardFunctions
 from swift_megatron_grpo.loop.rollouts import Rollouts
 from swift_megatron_grpo.loop.run_ahead import RunAhead
@@ -86,6 +87,17 @@ def seeds(engine: Engine) -> dict[tuple[str, int], int | None]:
     """Return the seed of every request by its prompt and its place in the group."""
     requests = [request for requests in engine.requested for request in requests]
     return {(request.prompt.prompt_id, request.index % GROUP): request.seed for request in requests}
+
+
+def uuids(engine: Engine) -> set[str]:
+    return {conversation_request(request).uuid for requests in engine.requested for request in requests}
+
+
+def test_a_conversation_has_its_name_whatever_is_generated_with_it() -> None:
+    """Environments may seed their random numbers with it."""
+    alone, together = Run(0, uniform=1.0), Run(4, uniform=1.0)
+    alone.take(0), together.take(0)
+    assert uuids(alone.engine) == uuids(together.engine) and len(uuids(alone.engine)) == 9 * GROUP
 
 
 def test_a_completion_has_its_seed_whatever_is_generated_with_it() -> None:

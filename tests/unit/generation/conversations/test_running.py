@@ -24,7 +24,7 @@ from swift_megatron_grpo.generation.conversations.running import (
     has_room,
 )
 from swift_megatron_grpo.generation.conversations.turns import Turn
-from swift_megatron_grpo.generation.interface import Request
+from swift_megatron_grpo.generation.interface import Request, requests_for
 from swift_megatron_grpo.generation.protocol.messages import InvalidRequest
 from swift_megatron_grpo.generation.requests import conversation_payload
 from swift_megatron_grpo.types import Prompt
@@ -44,8 +44,8 @@ def unanswered() -> RolloutOutput:
 
 def test_a_request_contains_all_columns_and_a_unique_name() -> None:
     row = {"messages": [*REQUEST["messages"], {"role": "assistant", "content": "Hi."}], "solution": np.float32(2)}
-    payloads = [conversation_payload(Request(index, Prompt("0-7", row), seed=None)) for index in (4, 5)]
-    assert [payload["uuid"] for payload in payloads] == ["0-7-4", "0-7-5"]
+    payloads = [conversation_payload(request) for request in requests_for([Prompt("0-7", row)], 2, None, 0)]
+    assert [payload["uuid"] for payload in payloads] == ["0-7-0", "0-7-1"]
     assert payloads[0]["messages"] == REQUEST["messages"] and payloads[0]["data_dict"] == {"solution": "2.0"}
     with pytest.raises(ValueError, match=r"the column when of prompt 0-7 must be .* is of type date"):
         conversation_payload(Request(0, Prompt("0-7", {**row, "when": date(2026, 1, 2)}), seed=None))
