@@ -123,13 +123,15 @@ class GRPOArguments(DerivedArguments):
     def _init_grpo(self) -> None:
         iterations: int = vars(self)["num_iterations"]
         asynchronous: bool = vars(self)["async_generate"]
+        moves: bool = vars(self)["sync_ref_model"]
         strategy: str | None = vars(self)["truncation_strategy"]
-        self.num_iterations, self.async_generate = 1, False  # the only values that ms-swift's own trainer accepts
+        # the only values that ms-swift's own trainer accepts
+        self.num_iterations, self.async_generate, self.sync_ref_model = 1, False, False
         self.truncation_strategy = "delete" if strategy == "raise" else strategy  # the same for its template
         try:
             super()._init_grpo()
         finally:
-            self.num_iterations, self.async_generate = iterations, asynchronous
+            self.num_iterations, self.async_generate, self.sync_ref_model = iterations, asynchronous, moves
             self.truncation_strategy = strategy or "left"
 
     def _init_teacher_model(self) -> None:

@@ -55,7 +55,6 @@ NOT_YET: Mapping[str, Refusal] = {
     "move_model_batches": Refusal((None,), "weights are sent to vLLM one tensor at a time", stock=False),
     # rewards, teacher, reference
     "teacher_model_revision": Refusal((None,), "ms-swift's Megatron does not read it", stock=False),
-    "sync_ref_model": Refusal((False,), "the reference policy is never updated", stock=False),
     "mcore_ref_adapter": Refusal((None,), "the reference adapter is read from safetensors, with --ref_adapters"),
     # data
     "truncation_strategy": Refusal(
@@ -106,6 +105,7 @@ READ_WITH: tuple[tuple[str, Callable[[Mapping[str, Any]], bool], str], ...] = (
         "--beta above 0 and --kl_in_reward false", lambda run: run["beta"] != 0 and not run["kl_in_reward"],
         "use_bias_correction_kl",
     ),
+    ("--sync_ref_model true", lambda run: run["sync_ref_model"], "ref_model_sync_steps ref_model_mixup_alpha"),
     ("--kl_target", lambda run: run["kl_target"] is not None, "kl_horizon"),
     (
         "--teacher_model", lambda run: run["teacher_model"] is not None or run["_teacher_use_disable_adapter"],

@@ -62,7 +62,7 @@ def _saved_parts(args: GRPOArguments) -> config.SavedParts:
         states.append(args.main_params_dtype)  # otherwise the model's own weights are updated
     return config.SavedParts(
         adapter_only=args.has_adapter,
-        copies=in_megatron_format + (args.save_safetensors and not merged),
+        copies=in_megatron_format + (args.save_safetensors and not merged) + args.sync_ref_model,
         merged_copies=int(merged),
         whole_models=int(args.save_safetensors and (merged or not args.has_adapter)),
         optimizer_bytes=0 if args.no_save_optim else sum(state.itemsize for state in states),

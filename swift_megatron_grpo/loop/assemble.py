@@ -46,6 +46,7 @@ from swift_megatron_grpo.training.engine import EngineSettings, MegatronEngine
 from swift_megatron_grpo.training.memory.residency import Residency
 from swift_megatron_grpo.training.passes import Passes
 from swift_megatron_grpo.training.reference import (
+    MovingReference,
     Reference,
     ReferenceLayout,
     adapter_disabled,
@@ -195,6 +196,7 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, fi
         rewards=run.rewards,
         training=training,
         reference=reference_policy(config, models, training, run.coordinator),
+        moving_reference=_moving_reference(config, models, residency),
         teacher=run.teacher or teacher_policy(config, models, training, run.coordinator),
         residency=residency,
         sync=sync,
@@ -270,6 +272,14 @@ def reference_policy(
         active = adapter_disabled if config.reference.adapter is None else reference_adapter_active
         return Reference(training.passes, partial(active, models.peft))
     return _policy_of(models.reference, coordinator)
+
+
+def _moving_reference(config: GRPOConfig, models: LoadedModels, residency: Residency) -> MovingReference | None:
+    settings = config.reference
+    if not settings.sync_ref_model:
+        return None
+    period, share = settings.ref_model_sync_steps, settings.ref_model_mixup_alpha
+    return MovingReference(_models_of(models.reference), models.unwrapped, residency, period, share)
 
 
 def teacher_policy(

@@ -19,7 +19,7 @@ from swift_megatron_grpo.runtime.parallel import Coordinator
 from swift_megatron_grpo.runtime.stopping.request import StopRequest
 from swift_megatron_grpo.training.engine import MegatronEngine
 from swift_megatron_grpo.training.memory.residency import Residency
-from swift_megatron_grpo.training.reference import Reference
+from swift_megatron_grpo.training.reference import MovingReference, Reference
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Stages:
     rewards: RewardFunctions
     training: MegatronEngine
     reference: Reference | None
+    moving_reference: MovingReference | None  # None: the reference stays as it is
     teacher: Reference | ServedTeacher | None  # another frozen policy; None: there is no teacher
     residency: Residency
     sync: WeightSync | None  # None: no engine

@@ -111,6 +111,8 @@ class GRPOLoop:
         if self.stages.coordinator.rank == 0:
             self.kl_controller.save(folder)
             save_unfinished(Path(folder), unfinished, media_digests)
+        if self.stages.moving_reference is not None:
+            self.stages.moving_reference.save(folder)
 
     # ---- a step
 
@@ -165,6 +167,8 @@ class GRPOLoop:
             step.metrics.update(effective_sample_size(training.train_step(samples, loss, self._outputs)))
         step.metrics["speed/train_tflop"] = training.flops_of_last_step / 1e12
         self._weights_version += 1
+        if self.stages.moving_reference is not None:
+            self.stages.moving_reference.after_step(self._weights_version)
         if self.kl_controller.adapts and not self.config.kl.kl_in_reward:
             self._adapt_beta(step.metrics["kl"], len(samples), step)
 

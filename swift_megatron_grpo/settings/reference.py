@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Annotated
 
 from swift_megatron_grpo.settings.adapter import Adapter
 from swift_megatron_grpo.settings.batches import Batches
-from swift_megatron_grpo.settings.flag import Faults, Flags, flag, rule
+from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, Range, flag, rule
 from swift_megatron_grpo.settings.layout import Layout, ModelShape
 from swift_megatron_grpo.settings.parallel import faults_of_layout
 from swift_megatron_grpo.settings.teacher import Teacher
@@ -39,6 +40,11 @@ class Reference(Flags):
     beta: float | None
     trained: Adapter
     ref_adapters: list[str]
+    sync_ref_model: bool
+    ref_model_sync_steps: Annotated[int, AtLeast(1, use=512)]
+    ref_model_mixup_alpha: Annotated[
+        float, Range(0, 0.6, high=1, above_low=True, why="it is the policy's share in the new reference")
+    ]
     batches: Batches
     teacher: Teacher
 
@@ -54,6 +60,11 @@ class Reference(Flags):
         if self.beta == 0 or self.trained.exists:
             return None
         return self.mcore_ref_model or self.ref_model or self.model
+
+    @property
+    def is_teacher(self) -> bool:
+        """True if the frozen copy is the teacher as well."""
+        return self.teacher.is_copy and self.teacher.name == self.model_dir and not self.sync_ref_model
 
     @property
     def adapter(self) -> str | None:
@@ -83,6 +94,20 @@ class Reference(Flags):
         if self.mcore_ref_model is not None and (self.trained.exists or self.ref_model is not None):
             reason = "the reference is the frozen copy of a run without an adapter, from one checkpoint"
             yield f"--mcore_ref_model {self.mcore_ref_model}: {reason}; leave it or the other flag out"
+
+    @rule
+    def a_moving_reference_is_a_copy(self) -> Faults:
+        if not self.sync_ref_model:
+            return
+        if self.model_dir is None:
+            why = "--beta is 0" if self.beta == 0 else "that of a LoRA run is the model without its adapter"
+            yield f"--sync_ref_model true moves the frozen copy of the reference, and {why}; leave it out"
+        elif self.sizes:
+            sizes = " ".join(f"--ref_{size} {value}" for size, value in self.sizes.items())
+            yield (
+                f"--sync_ref_model true with {sizes}: policy and reference are mixed where they are, in one layout; "
+                "leave one of them out"
+            )
 
     @rule
     def sizes_are_of_a_copy_and_divide_the_batches(self, layout: Layout) -> Faults:

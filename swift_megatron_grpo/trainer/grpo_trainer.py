@@ -31,7 +31,7 @@ from swift_megatron_grpo.runtime.parallel import RankPosition
 from swift_megatron_grpo.runtime.stopping.request import StoppedBySignal, last_line
 from swift_megatron_grpo.settings.config import GRPOConfig
 from swift_megatron_grpo.settings.trained import Trained
-from swift_megatron_grpo.trainer.start import Start, checkpoint_writer, next_save, resumed_from
+from swift_megatron_grpo.trainer.start import Start, checkpoint_writer, moved_reference, next_save, resumed_from
 from swift_megatron_grpo.training import engine, passes, preparation, reference, trained_weights
 from swift_megatron_grpo.training.layers.attention_check import check_attention
 from swift_megatron_grpo.training.upstream_fixes import adapter_settings, hybrid_optimizer
@@ -325,8 +325,9 @@ def load_frozen_copies(
 
     of_reference = of_teacher = None
     if config.reference.model_dir is not None:
-        of_reference = load(args.of_reference(), template.config, config.reference.model_dir)
-    if config.teacher.is_copy and config.teacher.name == config.reference.model_dir:
+        moved = moved_reference(args) if config.reference.sync_ref_model else None
+        of_reference = load(args.of_reference(), template.config, moved or config.reference.model_dir)
+    if config.reference.is_teacher:
         of_teacher = of_reference
     elif config.teacher.is_copy:
         of_teacher = load(args.of_teacher(), args.teacher_model_config(template.config), args.teacher_model_dir)

@@ -35,6 +35,7 @@ from swift_megatron_grpo.settings.recording import Recording
 from swift_megatron_grpo.settings.rewards import Rewards
 from swift_megatron_grpo.settings.teacher import Teacher
 from swift_megatron_grpo.trainer.reward_models import create_reward_models
+from swift_megatron_grpo.training.reference import MOVED
 
 logger = get_logger()
 
@@ -158,6 +159,15 @@ def resumed_from(args: grpo_arguments.GRPOArguments) -> list[str]:
     """Return the checkpoints that a run which resumes has loaded."""
     sources = (args.mcore_model, args.mcore_adapter, *args.adapters) if args.resumes else ()
     return [path for path in sources if path is not None]
+
+
+def moved_reference(args: grpo_arguments.GRPOArguments) -> str | None:
+    """Return the folder of the reference that a run which resumes has moved; None: it begins with the first one."""
+    folders = [Path(path).expanduser() / MOVED for path in resumed_from(args)]
+    found = next((folder for folder in folders if folder.is_dir()), None)
+    if found is None and folders:
+        logger.warning("--sync_ref_model: the checkpoint has no moved reference, so it begins with the first one again")
+    return None if found is None else str(found)
 
 
 def _ranks_of_this_machine() -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +16,11 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from swift_megatron_grpo.runtime.parallel import Coordinator
 from swift_megatron_grpo.runtime.replaced import replaced
 from swift_megatron_grpo.settings.layout import Layout
+from swift_megatron_grpo.training.memory.residency import Residency
 from swift_megatron_grpo.training.passes import Passes
 from swift_megatron_grpo.types import Sample, TokenValues
 
+MOVED = "reference"  # folder of a moved reference, in a checkpoint
 REFERENCE_ADAPTER = "ref_adapter"  # ms-swift's name for the adapter of --ref_adapters
 # Independent of the layout: scratch memory, and the list of all groups ever created. megatron-core 0.17 and newer have
 # no _GLOBAL_SYMMETRIC_MEMORY_BUFFER.
@@ -41,6 +44,37 @@ class Reference:
         with self.active():
             values = self.passes.infer(samples)
         return values if self.coordinator is None else self.coordinator.gather_samples(values, self.passes.parallel)
+
+
+@dataclass(frozen=True, slots=True)
+class MovingReference:
+    """Moves the frozen copy of the reference towards the policy (--sync_ref_model), and keeps it in checkpoints.
+
+    reference <- (1 - share) reference + share policy, https://arxiv.org/abs/2404.09656, after every `period` steps.
+    """
+
+    copy: Sequence[Any]
+    policy: Sequence[torch.nn.Module]  # unwrapped, in the layout of the copy
+    residency: Residency
+    period: int
+    share: float
+
+    @torch.no_grad()
+    def after_step(self, steps_done: int) -> None:
+        if steps_done % self.period:
+            return
+        self.residency.for_weight_sync()
+        self.residency.for_reference()
+        for copy, policy in zip(self.copy, self.policy, strict=True):
+            for (name, held), (trained, value) in zip(copy.named_parameters(), policy.named_parameters(), strict=True):
+                if name != trained:
+                    raise ValueError(f"--sync_ref_model: the reference has {name} where the policy has {trained}")
+                held.copy_(torch.lerp(held.float(), value.float(), self.share))
+
+    def save(self, folder: str) -> None:
+        """Write the copy into a checkpoint, in the format of transformers and independent of the layout."""
+        self.residency.for_reference()
+        self.copy[0].config.bridge.save_weights(list(self.copy), str(Path(folder, MOVED)))
 
 
 @contextmanager

@@ -192,6 +192,7 @@ def fake_run(
         image_reader=None, generation=engine, sync=engine, coordinator=ranks, replay=None, training=policy,
         rewards=RewardFunctions(["length"], [length]),
         reference=Reference(events) if loss.beta else None,
+        moving_reference=None,
         teacher=None if teacher is None else Reference(events, "teacher", teacher), residency=Residency(events),
         logprob_check=SimpleNamespace(check=lambda samples, rounding: events.append("compare log-probs")),
         router_agreement=None, log=SimpleNamespace(append=logged.extend),

@@ -166,8 +166,7 @@ def _training(args: GRPOArguments, config: GRPOConfig, largest: Tokens, plan: St
 
 def _teacher_share(args: GRPOArguments, config: GRPOConfig, model: Model) -> float:
     """Return the parameters of a teacher's copy by those of the model; 0: the copy of the reference is the teacher."""
-    teacher, reference = config.teacher, config.reference
-    if not teacher.is_copy or teacher.name == reference.model_dir:
+    if not config.teacher.is_copy or config.reference.is_teacher:
         return 0.0
     return read_model(args.teacher_model_dir).parameters / model.parameters
 

@@ -107,7 +107,8 @@ TRL = Table(
             max_grad_norm:clip_grad save_total_limit run_name:wandb_exp_name
             eval_on_start:eval_before_train logging_dir:tensorboard_dir num_generations num_generations_eval
             max_prompt_length:max_length max_completion_length temperature top_p repetition_penalty num_iterations
-            beta use_bias_correction_kl epsilon epsilon_high delta importance_sampling_level reward_weights
+            beta sync_ref_model ref_model_sync_steps ref_model_mixup_alpha use_bias_correction_kl epsilon epsilon_high
+            delta importance_sampling_level reward_weights
             top_entropy_quantile sapo_temperature_neg:tau_neg sapo_temperature_pos:tau_pos
             mask_truncated_completions:overlong_filter off_policy_mask_threshold:off_policy_sequence_mask_delta
             log_completions log_unique_prompts:wandb_log_unique_prompts vllm_mode vllm_server_base_url vllm_server_host
@@ -132,7 +133,6 @@ TRL = Table(
         "loss_type": values_of("loss_type", "grpo bnpo dr_grpo dapo cispo sapo"),
         "scale_rewards": values_of("scale_rewards", "group batch none true:group false:none"),
         "multi_objective_aggregation": choice({"sum_then_normalize": {}}),
-        "sync_ref_model": choice({"false": {}}, "the reference policy is never updated"),
         "cast_lm_head_to_fp32": choice({"false": {}}),
         "vllm_enable_sleep_mode": choice({"true": {"sleep_level": 1}, "false": {}}),
         "generation_kwargs": ByHand("--temperature, --top_p, --top_k, --min_p, --repetition_penalty"),
