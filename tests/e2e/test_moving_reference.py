@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.runs import CANNED, Finished, megatron_rlhf
+from tests.support.runs import CANNED, Finished, make_model, megatron_rlhf
 
 pytestmark = pytest.mark.e2e
 MOVES = ["--beta", "0.1", "--sync_ref_model", "true", "--ref_model_sync_steps", "2", "--ref_model_mixup_alpha",
@@ -18,6 +18,7 @@ LAYOUTS = {
     "one": (1, []),
     "tp2": (2, ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"]),
     "pp2": (2, ["--pipeline_model_parallel_size", "2"]),
+    "experts": (2, ["--expert_model_parallel_size", "2"]),
 }
 
 
@@ -34,8 +35,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_reference_moves_by_the_formula(tmp_path: Path, dense: Path, dataset: Path, layout: str) -> None:
-    run = train(dense, dataset, tmp_path / "run", layout, *CANNED)
-    expected = {name: value.float() for name, value in weights(dense).items()}
+    model = make_model(tmp_path / "moe", "moe") if layout == "experts" else dense
+    run = train(model, dataset, tmp_path / "run", layout, *CANNED)
+    expected = {name: value.float() for name, value in weights(model).items()}
     for step in range(1, 5):
         checkpoint = run.folder / f"checkpoint-{step}"
         if step % 2 == 0:

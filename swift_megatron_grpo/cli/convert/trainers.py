@@ -33,6 +33,7 @@ from swift_megatron_grpo.cli.convert.tables import (
 _OWN = Needless("chosen by this trainer")
 _CRITIC = Needless("GRPO has no critic")
 _BALANCED = Needless("every data-parallel rank gets the same work")
+_REWARD_MODEL = "--reward_model with the model, or with the address of its server: docs/reward_models.md"
 _REWARD_CLASS = ByHand("write a reward class (docs of ms-swift: ORM), --external_plugins and --reward_funcs")
 _RESUME = ByHand("to continue from a checkpoint: --resume auto, or --resume FOLDER")
 _TURNS = ByHand("see docs/multi_turn.md: --multi_turn_scheduler and --max_turns")
@@ -145,7 +146,8 @@ VERL = Table(
         **each("data.", "return_* *workers", _OWN),
         "custom_reward_function.*": _REWARD_CLASS,
         "reward_model.reward_manager": ByHand("choose --reward_funcs"),
-        "reward_model.enable": choice({"false": {}}, "there are no reward models as Ray workers"),
+        "reward_model.enable": choice({"false": {}}, _REWARD_MODEL),
+        "reward_model.model.*": ByHand(_REWARD_MODEL),
         "reward_model.overlong_buffer.*":
             ByHand("--reward_funcs ... soft_overlong, with --soft_max_length and --soft_cache_length"),
         # model
@@ -432,7 +434,7 @@ ROLL = Table(
         **each(f"{_SAMPLING}.", "max_new_tokens num_return_sequences num_beams", _OWN),
         **each(f"{_ENGINE}.", "load_format block_size max_num_batched_tokens", _OWN),
         **each("", f"{_ROLL_MODEL}.model_type {_LAYOUT}.bf16", _OWN),
-        "reward_pretrain": ByHand("choose --reward_funcs"),
+        "reward_pretrain": ByHand(_REWARD_MODEL),
         "max_steps": when_positive("train_iters"),
         "eval_steps": when_positive("eval_steps"),
         "track_with": values_of("report_to", "tensorboard wandb swanlab stdout:"),
