@@ -68,15 +68,16 @@ def load_reward_model(args: GRPOArguments, model: RewardModel) -> LocalRewardMod
     folder = folder_of(args, model, with_weights=True)
     same_type = read_model_config(folder)["model_type"] == args.model_config["model_type"]
     task_type, num_labels = SwiftRLHF._get_model_task_type(folder)
+    device = torch.cuda.current_device()
     loaded, processor = get_model_processor(
         folder,
         torch_dtype=args.torch_dtype,
-        device_map="cpu",
+        device_map="cpu" if torch.version.cuda is None else f"cuda:{device}",  # no copy of each rank in host memory
         model_type=model.type or (args.model_type if same_type else None),
         task_type=task_type,
         num_labels=num_labels,
     )
-    loaded.requires_grad_(False).eval().to(torch.cuda.current_device())
+    loaded.requires_grad_(False).eval().to(device)
     # Settings of the policy's template as in ms-swift, but for a padded batch, and prompts that have been cut by now.
     own = {"template_type": model.template or processor.model_meta.template, "padding_free": False, "max_length": None}
     template = get_template(processor, **(args.get_template_kwargs() | own))
