@@ -373,8 +373,8 @@ def _faults_of_paths(args: DerivedArguments) -> Faults:
     for flag in ("mcore_model", "mcore_adapter", "mcore_ref_model"):
         if getattr(args, flag) is not None:
             yield from _faults_of_folder(flag, getattr(args, flag), _OF_MEGATRON)
-    for flag in ("adapters", "ref_adapters"):
-        for typed in as_list(getattr(args, flag)):
+    for flag in ("adapters", "ref_adapters", "reward_adapters"):
+        for typed in as_list(getattr(args, flag) or []):
             if not looks_like_hub_id(typed):
                 yield from _faults_of_folder(flag, typed, ("adapter_config.json",))
     for typed in as_list(args.custom_dataset_info):

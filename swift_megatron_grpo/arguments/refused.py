@@ -119,7 +119,7 @@ READ_WITH: tuple[tuple[str, Callable[[Mapping[str, Any]], bool], str], ...] = (
     ("--teacher_model_server", lambda run: run["teacher_model_server"] is not None, "teacher_timeout"),
     (
         "--reward_model", lambda run: run["reward_model"] is not None,
-        "reward_model_plugin reward_model_timeout reward_model_type reward_template",
+        "reward_model_plugin reward_model_timeout reward_model_type reward_template reward_adapters",
     ),
     ("--dynamic_sample true", lambda run: run["dynamic_sample"], "max_resample_times spare_groups"),
     (

@@ -58,6 +58,11 @@ class RewardModels(Flags):
         "The chat template of each model of --reward_model in the ranks, as --template. Default: that of its type.",
         example="qwen3",
     )
+    reward_adapters: list[str] | None = flag(
+        None,
+        "Folders of LoRA adapters for the model of --reward_model in the ranks, the only one then. Default: none.",
+        example="output/run/checkpoint-500",
+    )
     reward_model_timeout: Annotated[float, Above(0, use=300)] = flag(
         300.0,
         "Time limit in seconds for the server of a reward model (--reward_model http://...) to score one completion. A "
@@ -84,6 +89,17 @@ class RewardModels(Flags):
                     f"--{name} has {len(values)} values for the {count} of --reward_model; use one for each, or leave "
                     "it out"
                 )
+
+    @rule
+    def adapters_have_one_model(self) -> Faults:
+        typed, models = f"--reward_adapters {' '.join(self.reward_adapters or [])}", self.all
+        if self.reward_adapters and len(models) != 1:
+            yield (
+                f"{typed} are for one --reward_model, and there are {len(models)}; merge each into its model (swift "
+                "export), or leave them out"
+            )
+        elif self.reward_adapters and models[0].address is not None:
+            yield f"{typed}: a server has its own adapters; leave them out"
 
     @rule
     def servers_have_routes(self) -> Faults:

@@ -13,6 +13,7 @@ from swift.pipelines.train.rlhf import SwiftRLHF
 from swift.rewards import rm_plugins
 from swift.rewards.rm_plugin import DefaultRMPlugin
 from swift.template import get_template
+from swift.tuners import Swift
 from swift.utils import get_logger
 
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
@@ -77,6 +78,8 @@ def load_reward_model(args: GRPOArguments, model: RewardModel) -> LocalRewardMod
         task_type=task_type,
         num_labels=num_labels,
     )
+    for adapter in args.of(RewardModels).reward_adapters or []:
+        loaded = Swift.from_pretrained(loaded, adapter)
     loaded.requires_grad_(False).eval().to(device)
     # Settings of the policy's template as in ms-swift, but for a padded batch, and prompts that have been cut by now.
     own = {"template_type": model.template or processor.model_meta.template, "padding_free": False, "max_length": None}

@@ -12,7 +12,7 @@ from swift_megatron_grpo.grading.reward_servers import RewardServer
 from swift_megatron_grpo.grading.rewards import RewardFunctions, call_reward_functions
 from swift_megatron_grpo.settings.reward_models import CLASSIFY, JUDGE, POOLING
 from tests.programs.e2e.judge import Characters
-from tests.support.reward_models import encoded, make_classifier, plain_scores
+from tests.support.reward_models import encoded, make_adapter, make_classifier, plain_scores
 from tests.support.runs import CANNED, ON_CPU, PLUGINS, megatron_rlhf, read_json_lines
 from tests.support.servers import VllmServe
 from tests.unit.grading.test_reward_servers import Peer, answer
@@ -150,3 +150,18 @@ def test_models_of_the_ranks_score_as_transformers_does(
     for name in ("classifier", "classifier_2"):
         values = [row[name] for row in rows]
         assert values == pytest.approx([by_text[row["completion"]] for row in rows], abs=1e-6)
+
+
+def test_an_adapter_of_a_reward_model_is_loaded(folder: Path, dense: Path, dataset: Path, classifier: Path) -> None:
+    adapter, recorded = make_adapter(folder / "adapter", classifier), folder / "recorded adapter"
+    recorded.mkdir()
+    flags = [*CANNED, str(PLUGINS / "judge.py"), "--reward_model", str(classifier), "--reward_template", "qwen3",
+             "--reward_model_plugin", "recorded", "--reward_adapters", str(adapter), "--torch_dtype", "float32",
+             "--fp16", "false", "--train_iters", "1"]  # fmt: skip
+    run = megatron_rlhf(dense, dataset, folder / "adapted", 1, flags, {"SCORED": str(recorded)})
+    assert run.code == 0, run.output[-4000:]
+    scored = [line for file in recorded.iterdir() for line in read_json_lines(file)]
+    texts = [line["tokens"] for line in scored]
+    expected, without = plain_scores(classifier, texts, adapter), plain_scores(classifier, texts)
+    assert [line["score"] for line in scored] == pytest.approx(expected, abs=1e-6)
+    assert all(abs(one - other) > 1e-3 for one, other in zip(expected, without, strict=True))

@@ -27,6 +27,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"reward_model": ["a/b", "c"], "reward_template": ["qwen3"]},
         "--reward_template has 1 values for the 2",
     ),
+    "adapters of two": (
+        {"reward_model": ["a/b", "a/c"], "reward_adapters": ["d"]},
+        "and there are 2; merge each",
+    ),
+    "adapters of a server": (
+        {"reward_model": [SERVED], "reward_adapters": ["d"]},
+        "has its own adapters; leave them out",
+    ),
+    "adapters of none": ({"reward_adapters": ["d"]}, "and there are 0; merge"),
     "plugin alone": ({"reward_model_plugin": ["genrm"]}, "has 1 values for the 0 of --reward_model"),
     "no plugin": ({"reward_model": [JUDGED]}, "a judge needs a plugin"),
     "plugin of a classifier": ({"reward_model": [SERVED], "reward_model_plugin": ["a"]}, "returns the score itself"),
