@@ -21,6 +21,7 @@ from tests.unit.data.test_videos import HOSTILE, shown
 
 pytestmark = pytest.mark.e2e
 FLAGS = [*SMALL, "--sync_check", "full"]
+PLANNED = '{"image": 1, "video": {"count": 2, "num_frames": 8, "width": 64, "height": 64}}'  # by vLLM
 
 
 def make_dataset(folder: Path, images: list[int], videos: list[int]) -> Path:
@@ -42,7 +43,7 @@ def check(run: Finished) -> None:
     [
         ("qwen2_5_vl", 1, EVERYTHING),
         ("qwen3_vl", 2, ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"]),
-        pytest.param("qwen2_vl", 1, [], marks=pytest.mark.thorough),
+        pytest.param("qwen2_vl", 1, ["--vllm_limit_mm_per_prompt", PLANNED], marks=pytest.mark.thorough),
         pytest.param("qwen3_5", 1, [], marks=pytest.mark.thorough),
         ("qwen3_omni_moe", 1, ["--tuner_type", "lora"]),
     ],
@@ -115,12 +116,17 @@ def attack(server: RolloutServer) -> None:
     assert respond(server, "GET", "/health")[0] == 200
 
 
-def test_servers_see_the_same_although_one_is_killed(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [("qwen2_5_vl", EVERYTHING), pytest.param("qwen3_omni_moe", [], marks=pytest.mark.thorough)],
+    ids=["qwen2_5_vl", "qwen3_omni_moe"],
+)
+def test_servers_see_the_same_although_one_is_killed(folder: Path, kind: str, parts: list[str]) -> None:
     """Frames are sent as the trainer has sampled them: no path and no file of a dataset reaches a server."""
-    model = make_model(folder / "served-model", "qwen2_5_vl")
-    dataset = make_dataset(folder / "served", [1, 0], [1, 2, 0])
+    model = make_model(folder / f"{kind}-served", kind)
+    dataset = make_dataset(folder / f"{kind}-served-rows", [1, 0], [1, 2, 0])
     limits = ["--vllm_limit_mm_per_prompt", '{"image": 1, "video": 2}', "--max_length", "256"]
-    servers = [RolloutServer(model, folder / f"server{i}.txt", limits).start() for i in range(2)]
+    servers = [RolloutServer(model, folder / f"{kind}-server{i}.txt", limits).start() for i in range(2)]
     killed: list[str] = []
     attack(servers[1].wait())
 
@@ -130,17 +136,17 @@ def test_servers_see_the_same_although_one_is_killed(folder: Path) -> None:
             servers[0].kill()
 
     try:
-        flags = [*FLAGS, *EVERYTHING, "--vllm_mode", "server", "--vllm_server_base_url"]
+        flags = [*FLAGS, *parts, "--vllm_mode", "server", "--vllm_server_base_url"]
         flags += [server.wait().url for server in servers]
         run = megatron_rlhf(
-            model, dataset, folder / "remote", 1, flags, {API_KEY_VARIABLE: KEY}, on_line=kill, rewards=False
+            model, dataset, folder / f"{kind}-remote", 1, flags, {API_KEY_VARIABLE: KEY}, on_line=kill, rewards=False
         )
     finally:
         for server in servers:
             server.stop()
     assert killed and "is lost: " in run.output
     check(run)
-    local = megatron_rlhf(model, dataset, folder / "local", 1, [*FLAGS, *EVERYTHING], rewards=False)
+    local = megatron_rlhf(model, dataset, folder / f"{kind}-local", 1, [*FLAGS, *parts], rewards=False)
     assert local.code == 0, local.output[-4000:]
     for values, expected in zip(run.log, local.log, strict=True):
         for name in ("loss", "grad_norm", "reward", "completions/mean_length"):

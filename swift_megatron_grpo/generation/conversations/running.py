@@ -60,7 +60,8 @@ class TurnRecorder:
             config, seed=turn_seed(self._seed, self._requested), return_details=True, logprobs=self._logprobs
         )
         left = tokens_left(self._tokens_of_all_turns, self.recorded)
-        if left == 0 or ((request.images or request.audios) and sampled_any(placeholders, self.recorded)):
+        media = [*request.images, *request.videos, *request.audios]
+        if left == 0 or (media and sampled_any(placeholders, self.recorded)):
             self._ended = True
             return empty_response(request)
         if left is not None:
