@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel, Qwen3OmniMoeProcessor
-from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
+from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessingInfo
 from vllm.model_executor.models.qwen3_omni_moe_thinker import Qwen3OmniMoeThinkerForConditionalGeneration
 from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
 
+from swift_megatron_grpo.generation.vllm.images import drops_marks_of_videos, knows_times_of_frames
 from swift_megatron_grpo.packing.images import positions_of
 from swift_megatron_grpo.types import ModelFrames, ModelImage, PlacedImage
 
@@ -90,3 +91,11 @@ def test_an_omni_model_places_pairs_two_seconds_apart() -> None:
     assert torch.equal(positions_of(40, [PlacedImage(video, 3)]), expected)
     assert "video_second_per_grid" in inspect.getsource(Qwen3OmniMoeProcessor)
     assert "second_per_grid_ts" not in inspect.getsource(Qwen3OmniMoeProcessor)
+
+
+def test_this_vllm_knows_times_and_keeps_marks() -> None:
+    """A vLLM without the one gets no videos of a Qwen2.5-VL, and one without the other a text with more marks."""
+    processors = [type(name, (), {})() for name in ("Qwen3VLProcessor", "Qwen2_5_VLProcessor")]
+    assert knows_times_of_frames("qwen2_5_vl") and not any(map(drops_marks_of_videos, processors))
+    source = inspect.getsource(Qwen2_5_VLProcessingInfo.get_data_parser)
+    assert "video_needs_metadata=True" in source

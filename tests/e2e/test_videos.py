@@ -6,6 +6,7 @@ import base64
 import json
 import random
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,18 @@ def test_videos_are_seen_alike_and_a_lost_one_is_detected(
     assert f"tokens with {media} differ from the trainer's by" in run.output
     reports = json.loads((run.folder / "faults.0.json").read_text())
     assert reports["image_of_zeros, step 1"].startswith("EngineHasOtherWeights, generated 0 times")
+
+
+def test_an_older_vllm_that_drops_marks_of_videos_is_verified_as_well(folder: Path) -> None:
+    model = make_model(folder / "older-model", "qwen3_vl")
+    plugins = [COLOURS[0], COLOURS[1], str(PLUGINS / "older_vllm.py")]
+    dataset, dump = make_dataset(folder / "older-rows", [0], [1, 2]), folder / "older-dump"
+    flags = [*FLAGS, *plugins, "--rollout_dump", str(dump)]
+    run = megatron_rlhf(model, dataset, folder / "older-run", 1, flags, rewards=False)
+    check(run)
+    end = json.loads((model / "config.json").read_text())["vision_end_token_id"]
+    prompts = [row["prompt_ids"] for file in dump.glob("rollout-*.jsonl") for row in read_json_lines(file)]
+    assert prompts and not any((end, end) in pairwise(prompt) for prompt in prompts)
 
 
 def test_a_replay_trains_the_same_and_other_videos_are_refused(folder: Path) -> None:

@@ -148,9 +148,8 @@ class LocalVllm:
     def _score(self, text: ScoredText) -> dict[str, list[float]]:
         vllm = self._engine.engine
         adapter = self._engine._get_grpo_lora_request()
-        vllm.add_request(
-            "score_text", vllm_sampling.scoring_input(text), vllm_sampling.scoring_params(), lora_request=adapter
-        )
+        inputs = vllm_sampling.scoring_input(text, self._engine.template.processor)
+        vllm.add_request("score_text", inputs, vllm_sampling.scoring_params(), lora_request=adapter)
         output = None
         while vllm.has_unfinished_requests():
             [output] = vllm.step() or [output]

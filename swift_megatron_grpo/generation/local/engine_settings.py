@@ -11,6 +11,7 @@ import torch
 from pydantic import ValidationError
 from vllm.engine.arg_utils import EngineArgs
 
+from swift_megatron_grpo.generation.vllm.images import knows_times_of_frames
 from swift_megatron_grpo.settings.config import VllmConfig
 from swift_megatron_grpo.weights.load import quantization
 
@@ -27,6 +28,11 @@ def check_engine_settings(config: VllmConfig) -> None:
     device = quantization.refusal_of_device(capability, config.has_experts)
     kind, dtype = config.rollout_quantization, _name(config.torch_dtype)
     quantization.check_quantization(kind, config.lora_rank is not None, dtype, device)
+    if (config.vllm_limit_mm_per_prompt or {}).get("video") and not knows_times_of_frames(config.model_type):
+        raise ValueError(
+            "this vLLM places the frames of a Qwen2.5-VL without their times; install vLLM 0.32 to train it on videos, "
+            "or remove the column videos"
+        )
     problem = _problem(config)
     if problem is None:
         return

@@ -342,7 +342,7 @@ class EngineCommands:
 
     async def _score(self, text: ScoredText, replica: int) -> list[float]:
         results = self._engine.engine.generate(
-            scoring_input(text),
+            scoring_input(text, self._engine.template.processor),
             scoring_params(),
             f"score-{uuid.uuid4().hex}",
             lora_request=await self._engine._get_grpo_lora_request_async(),

@@ -33,8 +33,25 @@ def _embeds_media(model_config: Any) -> bool:
     return bool(MULTIMODAL_REGISTRY.supports_multimodal_inputs(model_config))
 
 
+def knows_times_of_frames(model_type: str) -> bool:
+    """Return False if this vLLM places the frames of a Qwen2.5-VL without their times, as 0.25 does."""
+    from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLProcessingInfo
+
+    return model_type != "qwen2_5_vl" or "get_data_parser" in vars(Qwen2_5_VLProcessingInfo)
+
+
+def drops_marks_of_videos(processor: Any) -> bool:
+    """Return True if this vLLM replaces a video's placeholder with the marks around it, as 0.25 does for Qwen3-VL."""
+    from vllm.model_executor.models.qwen3_vl import Qwen3VLMultiModalProcessor
+
+    is_qwen3 = type(processor).__name__.startswith("Qwen3VL")
+    return is_qwen3 and "_expands_only_video_token" not in vars(Qwen3VLMultiModalProcessor)
+
+
 def most_per_prompt(kind: str, model_config: Any) -> int:
     """Return how many media of a kind a prompt may have; 0 if the engine takes none."""
+    if kind == "video" and not knows_times_of_frames(model_config.hf_config.model_type):
+        return 0
     return int(model_config.multimodal_config.get_limit_per_prompt(kind)) if kind in held_media(model_config) else 0
 
 

@@ -16,8 +16,9 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from swift_megatron_grpo.data.recordings import RATE, samples_of
-from swift_megatron_grpo.data.videos import for_engine
+from swift_megatron_grpo.data.videos import for_engine, video_placeholder
 from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS, Completion
+from swift_megatron_grpo.generation.vllm.images import drops_marks_of_videos
 from swift_megatron_grpo.types import ScoredText
 
 
@@ -64,8 +65,8 @@ def scoring_params() -> SamplingParams:
     return SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
 
 
-def scoring_input(text: ScoredText) -> dict[str, Any]:
-    """Return the prompt of a request for the log-probs of a text."""
+def scoring_input(text: ScoredText, processor: Any) -> dict[str, Any]:
+    """Return the prompt of a request for the log-probs of a text. `processor`: of the engine's template."""
     prompt: dict[str, Any] = {"prompt_token_ids": list(text.tokens)}
     media: dict[str, Any] = {}
     if text.recording is not None:
@@ -76,6 +77,10 @@ def scoring_input(text: ScoredText) -> dict[str, Any]:
     options = {"do_resize": False}
     if text.video is not None:
         media["video"] = [for_engine(text.video)]
+        if drops_marks_of_videos(processor):
+            start = text.tokens.index(video_placeholder(processor)) - 1
+            end = start + 2  # the marks around the placeholder, which have to be there twice
+            prompt["prompt_token_ids"] = [*text.tokens[: start + 1], *text.tokens[start : end + 1], *text.tokens[end:]]
         options["do_sample_frames"] = False
     return prompt | ({"multi_modal_data": media, "mm_processor_kwargs": options} if media else {})
 
