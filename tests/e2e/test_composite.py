@@ -58,7 +58,7 @@ def test_without_flash_attn_the_image_part_attends_with_torch(learned: Finished)
 
 def test_the_model_learns(learned: Finished) -> None:
     rewards = [step["reward"] for step in learned.log]
-    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2, rewards
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1, rewards  # 0.13 to 0.33 in 16 runs with several seeds
 
 
 def test_a_saved_model_has_every_tensor_and_frozen_ones_unchanged(learned: Finished, qwen3_5: Path) -> None:
