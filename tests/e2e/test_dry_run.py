@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -98,6 +99,31 @@ def test_a_proposed_setting_fits(folder: Path, large: Path, dataset: Path) -> No
     proposed = line.split("    (")[0].split()
     code, output = check([*arguments, *proposed], 4)
     assert code == 0 and "The run fits: " in output, output[-4000:]
+
+
+def test_memory_has_one_copy_of_each_frozen_model(folder: Path, large: Path, dataset: Path) -> None:
+    """The teacher has half the layers of the policy, and the copy of the reference may be the teacher."""
+    teacher = folder / "half"
+    shutil.copytree(large, teacher)
+    layers = {"num_hidden_layers": 18, "layer_types": ["full_attention"] * 18}
+    (teacher / "config.json").write_text(json.dumps(json.loads((large / "config.json").read_text()) | layers))
+
+    def frozen(*flags: str) -> tuple[float, float]:
+        """Return the GB of weights that are trained, and of frozen copies."""
+        flags = (*SIZES, "--max_tokens_per_micro_batch", "4096", *flags)
+        _, output = check(grpo_flags(large, dataset, folder / "unused", flags), 4)
+        [row] = re.findall(r"^ +stage +weights +gradients +optimizer +reference .*\n +0 +(.*)$", output, re.MULTILINE)
+        weights, _, _, copies, *_ = map(float, row.split())
+        return weights, copies
+
+    weights, none = frozen()
+    kinds = ["--teacher_model_type", "qwen3"]
+    _, of_half = frozen("--teacher_model", str(teacher), *kinds)
+    assert none == 0 and 0.5 * weights < of_half < 0.65 * weights  # the embedding is whole
+    reference = ["--beta", "0.1"]
+    assert frozen(*reference) == frozen(*reference, "--teacher_model", str(large), *kinds) == (weights, weights)
+    both = frozen(*reference, "--teacher_model", str(teacher), *kinds)
+    assert both == (weights, pytest.approx(weights + of_half, abs=0.11))
 
 
 def test_proposed_layers_of_the_last_stage_make_the_pipeline_faster(folder: Path, large: Path, dataset: Path) -> None:
