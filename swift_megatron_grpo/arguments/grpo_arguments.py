@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -29,7 +29,7 @@ from swift_megatron_grpo.arguments.refused import refusals
 from swift_megatron_grpo.arguments.resume import apply_resume, check_ranks_agree, raise_if_finished, typed_flags
 from swift_megatron_grpo.arguments.start_up_log import start_up_lines
 from swift_megatron_grpo.data.checks import check_rows, checked_loading, without_row_numbers
-from swift_megatron_grpo.data.encoded_rows import check_images, check_prompts, read_images
+from swift_megatron_grpo.data.encoded_rows import check_images, check_prompts, check_teacher_prompts, read_images
 from swift_megatron_grpo.data.evaluation_sets import rows_by_name
 from swift_megatron_grpo.data.files import downloaded
 from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE, hide_in_process_list, read_api_key
@@ -56,6 +56,7 @@ class GRPOArguments(DerivedArguments):
     # typing caches unions whatever their order is, so the order depends on who has written one before.
     cp_comm_type: str | None = None
 
+    teacher_prompts: bool = field(default_factory=bool, init=False)  # no flag: rows have prompts for the teacher
     most_images = 0  # no flag: the most images that a row of the datasets has
     most_recordings = 0  # no flag: the most recordings
     most_videos = 0  # no flag: the most videos
@@ -186,6 +187,8 @@ class GRPOArguments(DerivedArguments):
                     name=name,
                 )
                 notes += [note] if note else []
+                if name == "dataset":
+                    self.teacher_prompts = check_teacher_prompts(kept, template, infer_request, self.max_length)
                 rows[name] = without_row_numbers(kept)
         self.most_images, self.most_recordings, self.most_videos = max(most), max(heard), max(shown)
         self.notes_on_rows = tuple(notes)

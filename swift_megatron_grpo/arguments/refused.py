@@ -113,7 +113,9 @@ READ_WITH: tuple[tuple[str, Callable[[Mapping[str, Any]], bool], str], ...] = (
     ),
     (
         "--teacher_model",
-        lambda run: any(run[f] for f in ("teacher_model", "teacher_model_server", "_teacher_use_disable_adapter")),
+        lambda run: any(
+            run[f] for f in ("teacher_model", "teacher_model_server", "_teacher_use_disable_adapter", "teacher_prompts")
+        ),
         "teacher_kl_coef",
     ),
     ("--teacher_model_server", lambda run: run["teacher_model_server"] is not None, "teacher_timeout"),

@@ -11,6 +11,7 @@ image_reader.py  the images of prompts as a model reads them, and their places a
 prompts.py       take prompts in an order that depends only on the seed
 recordings.py       Recordings of rows: their files, the limits on them, and the samples that engine and trainer hear.
 videos.py        Videos of rows: their files, the limits on them, and the frames that engine and trainer see.
+teacher_prompts.py  a second prompt of a row, which only the teacher reads
 
 Tested by tests/unit/data and tests/unit/loop/test_rollouts.py.
 """

@@ -18,7 +18,6 @@ from swift_megatron_grpo.runtime.replaced import replaced
 
 logger = logging.getLogger(__name__)
 
-_TEACHER_COLUMNS = ("teacher_prompt", "teacher_images")
 _MEDIA_COLUMNS = {"images": "images", "videos": "videos", "audios": "audio"}  # of ms-swift's preprocessed rows
 _RESPONSE_COLUMNS = ("text", "content", "completion")  # ms-swift reads a response from these, where users have a prompt
 _ROW, _SOURCE = "row_of_source", "dataset"  # columns of a loaded row: its number in its file, and the file (ms-swift's)
@@ -67,11 +66,10 @@ def check_rows(dataset: Any, takes_images: bool, takes_recordings: bool = False,
         raise ValueError(f"the dataset has no rows (columns: {_listed(columns)}); check --dataset")
     if "messages" not in columns:
         raise ValueError(no_prompt_column(len(dataset), columns))
-    teachers = [column for column in _TEACHER_COLUMNS if column in columns]
-    if teachers:
+    if "teacher_images" in columns:
         raise ValueError(
-            f"the dataset has the column {teachers[0]}: this trainer does not support distillation from a teacher yet; "
-            "remove the column"
+            "the dataset has the column teacher_images, which is not supported: a teacher sees the images of the "
+            "policy; remove the column"
         )
     messages = (row["messages"] for row in dataset.select_columns("messages"))
     problems = [(row, problem) for row, given in enumerate(messages) if (problem := _problem(given, takes_images))]

@@ -30,6 +30,7 @@ from swift_megatron_grpo.data.images import (
 )
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.data.recordings import UnreadableRecording, as_heard, recording_bytes, recordings_of
+from swift_megatron_grpo.data.teacher_prompts import COLUMN, teacher_prompt
 from swift_megatron_grpo.data.videos import UnreadableVideo, videos_of
 from swift_megatron_grpo.types import Prompt
 
@@ -210,6 +211,37 @@ def check_prompts(
         return dataset.select(kept), f"{found}; they are left out (--truncation_strategy delete)"
     others = "" if len(long) == len(dataset) else ", or --truncation_strategy delete to leave them out"
     raise ValueError(f"{found}; use --max_length {max(each.tokens for each in long.values())}{others}")
+
+
+def check_teacher_prompts(
+    dataset: Any, template: Template, request: Callable[[Prompt], Any], max_length: int | None
+) -> bool:
+    """Return whether rows have a prompt for the teacher. Raise ValueError for those that it cannot read.
+
+    Every rank encodes its share.
+    """
+    texts = dataset[COLUMN] if COLUMN in dataset.column_names else []
+    wrong = [(row, f"has one of type {type(text).__name__}") for row, text in enumerate(texts) if not _is_text(text)]
+    refuse_rows(dataset, wrong, f"have no text in the column {COLUMN}", "; use texts, or remove the column")
+    if not any(texts):
+        return False
+    prompts = PromptSource(dataset, 0, shuffle=False, default_system=template.template_meta.default_system)
+    encoder = encoder_of(template)
+
+    def length(row: int) -> int:
+        prompts.taken = row
+        [prompt] = prompts.take(1)
+        return len(encoder.encode(request(teacher_prompt(prompt)))["input_ids"])
+
+    lengths = _on_all_ranks(length, len(dataset))
+    long = [(row, f"has {tokens}") for row, tokens in enumerate(lengths) if max_length and tokens > max_length]
+    advice = f"; use --max_length {max(lengths)}, or shorter texts"
+    refuse_rows(dataset, long, f"have a {COLUMN} of more tokens than --max_length {max_length}", advice)
+    return True
+
+
+def _is_text(value: Any) -> bool:
+    return value is None or isinstance(value, str)
 
 
 def _encode(

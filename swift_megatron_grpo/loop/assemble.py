@@ -13,9 +13,11 @@ from swift_megatron_grpo.data.evaluation_sets import rows_by_name
 from swift_megatron_grpo.data.image_reader import ImageReader
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.data.recordings import media_digests
+from swift_megatron_grpo.data.teacher_prompts import TeacherPrompts
 from swift_megatron_grpo.generation.interface import GenerationEngine
 from swift_megatron_grpo.generation.local.conversations import MultiTurnVllm
 from swift_megatron_grpo.generation.local.engine import LocalVllm, memory_to_start
+from swift_megatron_grpo.generation.requests import infer_request
 from swift_megatron_grpo.grading.rewards import RewardFunctions
 from swift_megatron_grpo.loop.checks.canary import build_canary
 from swift_megatron_grpo.loop.checks.experts import RouterAgreement
@@ -198,6 +200,7 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, fi
         reference=reference_policy(config, models, training, run.coordinator),
         moving_reference=_moving_reference(config, models, residency),
         teacher=run.teacher or teacher_policy(config, models, training, run.coordinator),
+        teacher_prompts=TeacherPrompts(run.template, infer_request) if config.teacher.teacher_prompts else None,
         residency=residency,
         sync=sync,
         logprob_check=LogprobCheck(
@@ -285,9 +288,16 @@ def _moving_reference(config: GRPOConfig, models: LoadedModels, residency: Resid
 def teacher_policy(
     config: GRPOConfig, models: LoadedModels, training: MegatronEngine, coordinator: Coordinator
 ) -> Reference | None:
-    if config.teacher.is_base:
-        return Reference(training.passes, partial(adapter_disabled, models.peft))
-    return None if models.teacher is None else _policy_of(models.teacher, coordinator)
+    if not config.teacher.exists:
+        return None
+    if models.teacher is not None:
+        teacher = _policy_of(models.teacher, coordinator)
+    elif config.teacher.is_base:
+        teacher = Reference(training.passes, partial(adapter_disabled, models.peft))
+    else:
+        teacher = Reference(training.passes)  # the policy, which reads another prompt
+    # Prompts of other lengths are divided between the ranks in another way.
+    return replace(teacher, coordinator=coordinator) if config.teacher.teacher_prompts else teacher
 
 
 def _policy_of(copy: FrozenCopy, coordinator: Coordinator) -> Reference:

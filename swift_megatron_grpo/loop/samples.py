@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from swift_megatron_grpo.data.image_reader import ImageReader, Medium
+from swift_megatron_grpo.data.teacher_prompts import TeacherPrompts
 from swift_megatron_grpo.types import Graded, PlacedImage, Rollout, Sample
 
 NO_TOKEN = -1  # a token that the policy sampled stands for no image
@@ -17,6 +18,7 @@ def samples_of(
     overlong_filter: bool,
     image_reader: ImageReader | None,
     replays_engine: bool = False,
+    teacher_prompts: TeacherPrompts | None = None,
 ) -> list[Sample]:
     """Return a sample for each completion. `replays_engine`: its routers choose the experts that the engine chose."""
     read: dict[str, list[Medium]] = {}  # by prompt: its images are read once
@@ -36,6 +38,8 @@ def samples_of(
             shown = read[prompt.prompt_id]
         return image_reader.place(prompt.prompt_id, shown, rollout.prompt_ids + inserted, may_end_early=changed)
 
+    rollouts = [completion.rollout for completion in graded]
+    of_teacher = [None] * len(rollouts) if teacher_prompts is None else teacher_prompts.tokens(rollouts)
     samples = []
     for index, completion in enumerate(graded):
         rollout = completion.rollout
@@ -50,6 +54,7 @@ def samples_of(
                 advantage=completion.advantage,
                 group=index // group_size,
                 truncated=rollout.truncated,
+                teacher_tokens=of_teacher[index],
                 rollout_logprobs=[] if rollout.logprobs is not None and not trained else rollout.logprobs,
                 left_out=rollout.length if too_long else 0,
                 images=place(rollout),
@@ -62,6 +67,20 @@ def samples_of(
 def without_routing(samples: Sequence[Sample]) -> list[Sample]:
     """Return samples whose experts the routers choose, as a reference model's do."""
     return [replace(sample, routed_experts=None) for sample in samples]
+
+
+def as_teacher_reads(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples behind the prompts of the teacher, whose routers choose the experts."""
+    return [_behind_teacher_prompt(sample) for sample in without_routing(samples)]
+
+
+def _behind_teacher_prompt(sample: Sample) -> Sample:
+    tokens = sample.teacher_tokens
+    if tokens is None:
+        return sample
+    longer = len(tokens) - len(sample.tokens)  # below 0: the teacher's prompt is the shorter one
+    mask = [False] * longer + sample.completion_mask[max(-longer, 0) :]
+    return replace(sample, tokens=tokens, completion_mask=mask)
 
 
 def entropy_threshold(entropies: Iterable[np.ndarray], quantile: float) -> float:

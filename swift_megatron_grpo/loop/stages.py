@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from swift_megatron_grpo.data.image_reader import ImageReader
 from swift_megatron_grpo.data.prompts import PromptSource
+from swift_megatron_grpo.data.teacher_prompts import TeacherPrompts
 from swift_megatron_grpo.generation.interface import GenerationEngine
 from swift_megatron_grpo.grading.rewards import RewardFunctions
 from swift_megatron_grpo.loop.checks.experts import RouterAgreement
@@ -32,7 +33,8 @@ class Stages:
     training: MegatronEngine
     reference: Reference | None
     moving_reference: MovingReference | None  # None: the reference stays as it is
-    teacher: Reference | ServedTeacher | None  # another frozen policy; None: there is no teacher
+    teacher: Reference | ServedTeacher | None  # another policy, or the same with more to read; None: there is none
+    teacher_prompts: TeacherPrompts | None  # None: the teacher reads the prompts of the policy
     residency: Residency
     sync: WeightSync | None  # None: no engine
     logprob_check: LogprobCheck

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
-from swift_megatron_grpo.loop.samples import samples_of, without_routing
+from swift_megatron_grpo.loop.samples import as_teacher_reads, samples_of, without_routing
 from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.step_context import StepContext
 from swift_megatron_grpo.output.recording.unfinished import UnfinishedRollout, shared_settings
@@ -84,6 +84,7 @@ class TrainingBatches:
             grading.overlong_filter,
             self._stages.image_reader,
             replays_engine=self._config.routing.router_replay_mode == "R3",
+            teacher_prompts=self._stages.teacher_prompts,
         )
         return [samples[i : i + size] for i in range(0, len(samples), size)]
 
@@ -137,7 +138,7 @@ class TrainingBatches:
         with step.timer("teacher_logprobs"):
             self._stages.residency.for_teacher()
             for samples in batches:
-                for index, values in teacher.infer(without_routing(samples)).items():
+                for index, values in teacher.infer(as_teacher_reads(samples)).items():
                     policy = samples[index].old_logprobs
                     if policy is not None:  # else another rank trains it
                         pairs = zip(values.logprobs, policy, strict=True)

@@ -110,6 +110,10 @@ class DataShape:
         """Return a number above 0 if rows have images or videos, which the image part embeds."""
         return self.images + self.videos
 
+    @property
+    def media(self) -> str | None:
+        return "images" if self.images else "videos" if self.videos else "audio" if self.recordings else None
+
 
 @dataclass(frozen=True, slots=True)
 class Facts:

@@ -27,6 +27,7 @@ class Teacher(Flags):
     )
     teacher_kl_coef: Annotated[float, AtLeast(0, use=1.0, why="a negative one leads away from the teacher")]
     _teacher_use_disable_adapter: bool  # ms-swift's, in place of a --teacher_model that is the --model of a LoRA run
+    teacher_prompts: bool  # no flag: rows have a prompt that only the teacher reads (OPSD)
     model: str | None
     trained: Adapter
     rewards: Rewards
@@ -45,7 +46,16 @@ class Teacher(Flags):
 
     @property
     def exists(self) -> bool:
+        return self._is_named or self.teacher_prompts
+
+    @property
+    def _is_named(self) -> bool:
         return self.teacher_model is not None or self.teacher_model_server is not None or self.is_base
+
+    @property
+    def is_policy(self) -> bool:
+        """True if the policy teaches itself: it reads more in the prompts of the teacher."""
+        return self.teacher_prompts and not self._is_named
 
     @property
     def is_copy(self) -> bool:
@@ -55,6 +65,8 @@ class Teacher(Flags):
     @property
     def name(self) -> str | None:
         """The model of the teacher, or the address of its server; None: there is no teacher."""
+        if self.is_policy:
+            return "the policy"
         return self.model if self.is_base else self.teacher_model or self.url
 
     @property
@@ -74,11 +86,12 @@ class Teacher(Flags):
     def advantages_are_of_tokens(self) -> Faults:
         if not self.exists:
             return
+        teacher = "the column teacher_prompt" if self.is_policy else "--teacher_model"
         if self.loss_type in ("real", "fipo"):
-            yield f"--teacher_model with --loss_type {self.loss_type}, which {_PER_TOKEN}; use --loss_type grpo"
+            yield f"{teacher} with --loss_type {self.loss_type}, which {_PER_TOKEN}; use --loss_type grpo"
         if self.off_policy_sequence_mask_delta is not None:
             yield (
-                f"--teacher_model with --off_policy_sequence_mask_delta {self.off_policy_sequence_mask_delta}, which "
+                f"{teacher} with --off_policy_sequence_mask_delta {self.off_policy_sequence_mask_delta}, which "
                 f"{_PER_TOKEN}; leave one of them out"
             )
 
@@ -101,9 +114,13 @@ class Teacher(Flags):
 
     @rule
     def a_server_reads_text(self, rows: DataShape) -> Faults:
-        media = "images" if rows.images else "videos" if rows.videos else "audio" if rows.recordings else None
-        if self.teacher_model_server is not None and media is not None:
-            yield f"--teacher_model_server scores token ids, and the rows have {media}; use --teacher_model"
+        if self.teacher_model_server is not None and rows.media is not None:
+            yield f"--teacher_model_server scores token ids, and the rows have {rows.media}; use --teacher_model"
+
+    @rule
+    def a_second_prompt_is_text(self, rows: DataShape) -> Faults:
+        if self.teacher_prompts and rows.media is not None:
+            yield f"the dataset has the column teacher_prompt, and its rows have {rows.media}; remove the column"
 
     @rule
     def what_needs_rewards_has_them(self) -> Faults:

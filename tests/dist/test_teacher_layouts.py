@@ -22,21 +22,33 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(folder / "teacher", extra=["--seed", "5", "--layers", "8", "--hidden", "96"])
 
 
-def steps(ranks: Ranks, teacher: Path, tuner: str, layout: str) -> list[dict[str, float]]:
+def steps(ranks: Ranks, teacher: Path | None, tuner: str, layout: str) -> list[dict[str, float]]:
+    """Return the metrics of two steps. No `teacher`: the policy itself is the teacher, with second prompts."""
     trained, _, of_teacher = layout.partition(", ")
     variant = Variant.parse(trained)
     flags = [*ranks.layout_flags("dense", tuner), *variant.flags(), *OF_TEACHER.get(of_teacher, []),
-             "--temperature", "0.7", "--teacher_model", str(teacher), "--teacher_model_type", "qwen3"]  # fmt: skip
-    name = f"teacher-{tuner}-{layout}"
-    ranks.call(name, "teacher_runs:steps", variant.ranks, flags)
+             "--temperature", "0.7"]  # fmt: skip
+    if teacher is not None:
+        flags += ["--teacher_model", str(teacher), "--teacher_model_type", "qwen3"]
+    name = f"teacher-{teacher is None}-{tuner}-{layout}"
+    program = "steps_with_second_prompts" if teacher is None else "steps"
+    ranks.call(name, f"teacher_runs:{program}", variant.ranks, flags)
     found: list[dict[str, float]] = ranks.report(name, 0)["steps"]
     return found
+
+
+@pytest.mark.parametrize("layout", ["tp2+sp", "pp2", "cp2", "dp2"])
+def test_second_prompts_do_not_make_steps_depend_on_the_layout(ranks: Ranks, layout: str) -> None:
+    check_equal(steps(ranks, None, "full", layout), steps(ranks, None, "full", "one"))
 
 
 @pytest.mark.parametrize("tuner", ["full", "lora"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_teachers_steps_do_not_depend_on_the_layout(ranks: Ranks, teacher: Path, tuner: str, layout: str) -> None:
-    one, other = steps(ranks, teacher, tuner, "one"), steps(ranks, teacher, tuner, layout)
+    check_equal(steps(ranks, teacher, tuner, layout), steps(ranks, teacher, tuner, "one"))
+
+
+def check_equal(other: list[dict[str, float]], one: list[dict[str, float]]) -> None:
     assert len(one) == len(other) == 2
     for step, expected in zip(other, one, strict=True):
         assert expected["teacher_kl"] > 0.01

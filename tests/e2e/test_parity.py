@@ -52,18 +52,42 @@ def test_numbers_match_the_stock_trainer(
     assert any(abs(step["loss"]) > 1e-4 for step, _ in steps) and steps[-1][0]["kl"] > 1e-4  # it is not trivial
 
 
+TAUGHT = ["--steps_per_generation", "2", "--train_iters", "4", "--save_steps", "100", "--global_batch_size", "8",
+          "--torch_dtype", "float32", "--fp16", "false", "--adam_eps", "1e-5", "--temperature", "0.7",
+          "--report_to", "tensorboard", "--teacher_kl_coef", "0.5"]  # fmt: skip
+
+
+def check_taught(steps: list[tuple[dict[str, float], dict[str, float]]]) -> None:
+    assert len(steps) == 4
+    for step, stock in steps:
+        assert step["loss"] == pytest.approx(stock["loss"], abs=1e-5)
+        assert step["grad_norm"] == pytest.approx(stock["grad_norm"], rel=1e-4)
+        assert step["teacher_kl"] > 1e-4
+    assert any(abs(step["loss"]) > 1e-4 for step, _ in steps)  # it is not trivial
+
+
 @pytest.mark.parametrize("rewards", [["--reward_funcs", "letters"], []], ids=["rewards", "no rewards"])
 def test_a_teachers_numbers_match_the_stock_trainer(
     tmp_path: Path, dense: Path, dataset: Path, rewards: list[str]
 ) -> None:
     teacher = make_model(tmp_path / "teacher", extra=["--seed", "5", "--layers", "6", "--hidden", "96"])
-    flags = ["--steps_per_generation", "2", "--train_iters", "4", "--save_steps", "100", "--global_batch_size", "8",
-             "--torch_dtype", "float32", "--fp16", "false", "--adam_eps", "1e-5", "--temperature", "0.7",
-             "--report_to", "tensorboard", "--teacher_model", str(teacher), "--teacher_model_type",
-             "qwen3", "--teacher_kl_coef", "0.5"]  # fmt: skip
-    steps = both_trainers(tmp_path, dense, dataset, flags, rewards)
-    assert len(steps) == 4
-    for step, stock in steps:
-        assert step["loss"] == pytest.approx(stock["loss"], abs=1e-5)
-        assert step["grad_norm"] == pytest.approx(stock["grad_norm"], rel=1e-4)
-        assert step["teacher_kl"] > 1e-3 and abs(step["loss"]) > 1e-4
+    flags = [*TAUGHT, "--teacher_model", str(teacher), "--teacher_model_type", "qwen3"]
+    check_taught(both_trainers(tmp_path, dense, dataset, flags, rewards))
+
+
+@pytest.mark.parametrize("teacher", ["another", "the policy"])
+def test_a_teachers_own_prompt_gives_the_stock_trainers_numbers(
+    tmp_path: Path, dense: Path, dataset: Path, teacher: str
+) -> None:
+    """The prompts of the teacher are longer or shorter than the policy's."""
+    rows = [json.loads(line) for line in dataset.read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row["teacher_prompt"] = "Say a. " * (number % 4) + "Write only the letter e."
+    taught = tmp_path / "taught.jsonl"
+    taught.write_text("\n".join(map(json.dumps, rows)))
+    flags = [*TAUGHT, "--max_length", "256", "--vllm_max_model_len", "512"]
+    if teacher == "another":
+        model = make_model(tmp_path / "teacher", extra=["--seed", "5", "--layers", "6", "--hidden", "96"])
+        flags += ["--teacher_model", str(model), "--teacher_model_type", "qwen3"]
+    steps = both_trainers(tmp_path, dense, taught, flags, ["--reward_funcs", "letters"])
+    check_taught(steps)

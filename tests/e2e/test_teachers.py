@@ -44,6 +44,22 @@ def test_a_teacher_equal_to_the_policy_changes_no_bit(tmp_path: Path, dense: Pat
     assert weights[0].keys() == weights[1].keys() and all(weights[0][n].equal(weights[1][n]) for n in weights[0])
 
 
+def with_second_prompts(dataset: Path, file: Path) -> Path:
+    """Write rows with a second prompt for the teacher, which is the policy's own; some rows have none."""
+    rows = [json.loads(line) for line in dataset.read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row["teacher_prompt"] = row["messages"][-1]["content"] if number % 3 else ""
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return file
+
+
+def test_a_policy_that_reads_its_own_prompts_has_no_kl(tmp_path: Path, dense: Path, dataset: Path) -> None:
+    """vLLM generates: canned completions are not those of the rows' prompts."""
+    taught = with_second_prompts(dataset, tmp_path / "taught.jsonl")
+    run = train(dense, taught, tmp_path / "run", 1, *TWO_STEPS, *TUNERS["lora"])
+    assert len(run.log) == 2 and all(step["teacher_kl"] == 0.0 and step["grad_norm"] > 0 for step in run.log)
+
+
 def test_a_teacher_alone_draws_single_completions_near(tmp_path: Path, dense: Path, dataset: Path) -> None:
     teacher = make_model(tmp_path / "teacher", extra=["--seed", "5", "--layers", "2"])
     flags = ["--teacher_model", str(teacher), "--teacher_model_type", "qwen3", "--num_generations", "1", "--lr", "1e-3",

@@ -194,6 +194,7 @@ def fake_run(
         reference=Reference(events) if loss.beta else None,
         moving_reference=None,
         teacher=None if teacher is None else Reference(events, "teacher", teacher), residency=Residency(events),
+        teacher_prompts=None,
         logprob_check=SimpleNamespace(check=lambda samples, rounding: events.append("compare log-probs")),
         router_agreement=None, log=SimpleNamespace(append=logged.extend),
         dump=dump and RolloutDump(dump, DUMPED, 0, writes_here=True, keeps_later=True),

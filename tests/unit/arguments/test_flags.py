@@ -25,7 +25,8 @@ USED_HERE = _flags(
     ref_expert_model_parallel_size ref_expert_tensor_parallel_size virtual_pipeline_model_parallel_size
     microbatch_group_size_per_vp_stage rlhf_type reward_funcs reward_weights bad_reward beta epsilon epsilon_high
     ref_model mcore_ref_model ref_adapters teacher_model teacher_model_type teacher_kl_coef offload_teacher_model
-    teacher_model_server sync_ref_model ref_model_sync_steps ref_model_mixup_alpha reward_model reward_model_plugin
+    teacher_model_server teacher_prompts sync_ref_model ref_model_sync_steps ref_model_mixup_alpha reward_model
+    reward_model_plugin
     _teacher_use_disable_adapter loss_type importance_sampling_level delta tau_pos tau_neg real_tau
     fipo_decay_rate fipo_clip_range fipo_clip_high_only fipo_safety_threshold log_entropy top_entropy_quantile
     scale_rewards kl_in_reward dynamic_sample max_resample_times overlong_filter rollout_importance_sampling_mode

@@ -20,9 +20,9 @@ def test_rows_without_a_user_turn_are_named(tmp_path: Path) -> None:
     check_rows(
         load(write(tmp_path / "c.jsonl", {"query": "1+1", "solution": "2"}, {"query": "2+2", "solution": "4"})), False
     )
-    with pytest.raises(ValueError, match="teacher_prompt"):
+    with pytest.raises(ValueError, match="the column teacher_images, which is not supported"):
         check_rows(
-            load(write(tmp_path / "d.jsonl", QUESTION | {"teacher_prompt": "x"}, QUESTION | {"teacher_prompt": "y"})),
+            load(write(tmp_path / "d.jsonl", QUESTION | {"teacher_images": []}, QUESTION | {"teacher_images": ["a"]})),
             takes_images=False,
         )
 

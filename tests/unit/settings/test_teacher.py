@@ -69,6 +69,23 @@ def test_a_teacher_may_have_more_tokens_but_none_under_another_id() -> None:
         check_tokens("big", own, {"a": 0, "b": 1})
 
 
+OWN = {"model": "small", "reward_funcs": ["accuracy"], "teacher_prompts": True}
+
+
+def test_a_policy_with_a_second_prompt_is_its_own_teacher() -> None:
+    policy, other = of(Teacher, **OWN), of(Teacher, **OWN, teacher_model="big")
+    assert policy.exists and policy.is_policy and not policy.is_copy and not policy.is_base
+    assert other.is_copy and not other.is_policy and other.name == "big" != policy.name
+    assert faults(Teacher, rows=DataShape(0, False), **OWN) == ""
+
+
+def test_a_second_prompt_excludes_what_a_teacher_excludes_and_media() -> None:
+    assert "the column teacher_prompt with --loss_type real" in faults(Teacher, **OWN, loss_type="real")
+    assert "and its rows have images" in faults(Teacher, rows=DataShape(1, True), **OWN)
+    assert "and its rows have videos" in faults(Teacher, rows=DataShape(0, True, videos=1), **OWN)
+    assert "and its rows have audio" in faults(Teacher, rows=DataShape(0, True, recordings=1), **OWN)
+
+
 SERVED = {"teacher_model_server": "http://h:8000/v1/", "temperature": 1.0, "reward_funcs": ["accuracy"]}
 REFUSED_OF_SERVERS: dict[str, tuple[dict[str, Any], str]] = {
     "temperature": ({"temperature": 0.9}, "use --temperature 1, or --teacher_model"),
@@ -89,4 +106,5 @@ def test_a_teachers_server_is_accepted_on_rows_of_text() -> None:
     assert of(Teacher, **SERVED).url == "http://h:8000" and not of(Teacher, **SERVED).is_copy
     assert faults(Teacher, **SERVED) == faults(Teacher, rows=DataShape(0, False), **SERVED) == ""
     assert "the rows have images" in faults(Teacher, rows=DataShape(1, True), **SERVED)
+    assert "the rows have videos" in faults(Teacher, rows=DataShape(0, True, videos=1), **SERVED)
     assert "the rows have audio" in faults(Teacher, rows=DataShape(0, True, recordings=1), **SERVED)
