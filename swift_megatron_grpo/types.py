@@ -168,6 +168,7 @@ class Sample:
     ref_logprobs: list[float] | None = None  # [c]
     teacher_ratios: list[float] | None = None  # [c] log(teacher / policy), by the weights that trained it first
     teacher_tokens: list[int] | None = None  # the completion after the teacher's own prompt; None: as in `tokens`
+    tag: str | None = None  # of its row, which picks its teacher; None: there are not several
     rollout_logprobs: list[float] | None = None  # [c]
     selected: list[bool] | None = None  # [c] False: --top_entropy_quantile excludes the token from the policy loss
     left_out: int = 0  # tokens that --overlong_filter excludes; the loss's denominators count them, as in ms-swift

@@ -28,7 +28,7 @@ from swift_megatron_grpo.arguments.models import check_engine, faults_of_model
 from swift_megatron_grpo.arguments.refused import refusals
 from swift_megatron_grpo.arguments.resume import apply_resume, check_ranks_agree, raise_if_finished, typed_flags
 from swift_megatron_grpo.arguments.start_up_log import start_up_lines
-from swift_megatron_grpo.data.checks import check_rows, checked_loading, without_row_numbers
+from swift_megatron_grpo.data.checks import check_rows, check_tags, checked_loading, without_row_numbers
 from swift_megatron_grpo.data.encoded_rows import check_images, check_prompts, check_teacher_prompts, read_images
 from swift_megatron_grpo.data.evaluation_sets import rows_by_name
 from swift_megatron_grpo.data.files import downloaded
@@ -44,6 +44,7 @@ from swift_megatron_grpo.settings.groups import GROUPS
 from swift_megatron_grpo.settings.layout import DataShape
 from swift_megatron_grpo.settings.rewards import Rewards
 from swift_megatron_grpo.settings.sampling import rounds_of
+from swift_megatron_grpo.settings.teacher import Teacher
 
 logger = get_logger()
 
@@ -188,6 +189,9 @@ class GRPOArguments(DerivedArguments):
                 )
                 notes += [note] if note else []
                 if name == "dataset":
+                    teacher = self.of(Teacher)
+                    if teacher.tag_column is not None:
+                        check_tags(kept, teacher.tag_column, [tag for each in teacher.addresses for tag in each.tags])
                     self.teacher_prompts = check_teacher_prompts(kept, template, infer_request, self.max_length)
                 rows[name] = without_row_numbers(kept)
         self.most_images, self.most_recordings, self.most_videos = max(most), max(heard), max(shown)

@@ -118,7 +118,10 @@ READ_WITH: tuple[tuple[str, Callable[[Mapping[str, Any]], bool], str], ...] = (
         ),
         "teacher_kl_coef",
     ),
-    ("--teacher_model_server", lambda run: run["teacher_model_server"] is not None, "teacher_timeout"),
+    (
+        "--teacher_model_server", lambda run: run["teacher_model_server"] is not None,
+        "teacher_timeout teacher_tag_key",
+    ),
     (
         "--reward_model", lambda run: run["reward_model"] is not None,
         "reward_model_plugin reward_model_timeout reward_model_type reward_template reward_adapters",

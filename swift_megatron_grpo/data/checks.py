@@ -93,6 +93,20 @@ def check_rows(dataset: Any, takes_images: bool, takes_recordings: bool = False,
     )
 
 
+def check_tags(dataset: Any, column: str, tags: Sequence[str]) -> None:
+    """Raise ValueError unless every row has the tag of a teacher."""
+    if column not in dataset.column_names:
+        shown = _listed(name for name in dataset.column_names if name != _ROW)
+        raise ValueError(
+            f"several teachers are told apart by the column {column} (--teacher_tag_key), and the columns are {shown}; "
+            "use --teacher_tag_key with one of them"
+        )
+    values = dataset[column]
+    wrong = [(row, f"has {tag!r:.100}") for row, tag in enumerate(values) if tag is None or str(tag) not in tags]
+    advice = f" (tags of --teacher_model_server: {_listed(tags)}); add the tag to a teacher, or remove these rows"
+    refuse_rows(dataset, wrong, f"have no teacher by their column {column}", advice)
+
+
 def _problem(messages: list[dict[str, Any]] | None, takes_images: bool) -> str | None:
     if not messages:
         return "has no messages"

@@ -19,8 +19,12 @@ def samples_of(
     image_reader: ImageReader | None,
     replays_engine: bool = False,
     teacher_prompts: TeacherPrompts | None = None,
+    tag_column: str | None = None,
 ) -> list[Sample]:
-    """Return a sample for each completion. `replays_engine`: its routers choose the experts that the engine chose."""
+    """Return a sample for each completion. `replays_engine`: its routers choose the experts that the engine chose.
+
+    `tag_column`: its value picks the teacher of a row.
+    """
     read: dict[str, list[Medium]] = {}  # by prompt: its images are read once
 
     def place(rollout: Rollout) -> tuple[PlacedImage, ...]:
@@ -55,6 +59,7 @@ def samples_of(
                 group=index // group_size,
                 truncated=rollout.truncated,
                 teacher_tokens=of_teacher[index],
+                tag=None if tag_column is None else str(rollout.prompt.row[tag_column]),
                 rollout_logprobs=[] if rollout.logprobs is not None and not trained else rollout.logprobs,
                 left_out=rollout.length if too_long else 0,
                 images=place(rollout),

@@ -1,10 +1,10 @@
-"""The teacher behind a server: rank 0 asks for the log-probs of all completions, and all ranks get them."""
+"""Teachers behind servers: rank 0 asks for the log-probs of all completions, and all ranks get them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 
-from swift_megatron_grpo.generation.remote.teacher import TeacherServer
+from swift_megatron_grpo.generation.remote.teacher import TeacherServer, score_together
 from swift_megatron_grpo.runtime.parallel import Coordinator
 from swift_megatron_grpo.types import Sample, TokenValues
 
@@ -13,7 +13,7 @@ from swift_megatron_grpo.types import Sample, TokenValues
 class ServedTeacher:
     """Every rank calls every method."""
 
-    server: TeacherServer
+    servers: Mapping[str | None, TeacherServer]  # by tag; several tags may have one. A teacher alone has None
     coordinator: Coordinator
 
     def infer(self, samples: Sequence[Sample]) -> dict[int, TokenValues]:
@@ -23,7 +23,7 @@ class ServedTeacher:
         def ask() -> list[list[float]]:
             if self.coordinator.rank != 0:
                 return []
-            scored = self.server.score([sample.tokens for sample in trained.values()])
+            scored = score_together([(self.servers[sample.tag], sample.tokens) for sample in trained.values()])
             masks = [sample.completion_mask[1:] for sample in trained.values()]  # a first token is never trained
             return [list(compress(one.logprobs, mask)) for one, mask in zip(scored, masks, strict=True)]
 

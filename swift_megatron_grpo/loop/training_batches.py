@@ -85,6 +85,7 @@ class TrainingBatches:
             self._stages.image_reader,
             replays_engine=self._config.routing.router_replay_mode == "R3",
             teacher_prompts=self._stages.teacher_prompts,
+            tag_column=self._config.teacher.tag_column,
         )
         return [samples[i : i + size] for i in range(0, len(samples), size)]
 

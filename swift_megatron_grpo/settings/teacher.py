@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from collections import Counter
+from dataclasses import dataclass
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from swift_megatron_grpo.settings.adapter import Adapter
@@ -11,7 +14,14 @@ from swift_megatron_grpo.settings.layout import DataShape
 from swift_megatron_grpo.settings.rewards import Rewards
 
 WITHOUT_REWARDS = "needs rewards, and a run with --teacher_model alone has none; use --reward_funcs as well"
+_FORM = 'use the form [{"url": "http://HOST:8000", "tags": ["math"]}, ...]'
 _PER_TOKEN = "compares whole completions, and a teacher gives every token an advantage of its own"
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherAddress:
+    url: str  # without a trailing slash and without /v1
+    tags: tuple[str, ...]  # of the rows that it teaches; a teacher alone teaches all rows
 
 
 class Teacher(Flags):
@@ -25,6 +35,7 @@ class Teacher(Flags):
         "that fails is repeated until then, so a server may be restarted. Default: 600.",
         example="1200",
     )
+    teacher_tag_key: str
     teacher_kl_coef: Annotated[float, AtLeast(0, use=1.0, why="a negative one leads away from the teacher")]
     _teacher_use_disable_adapter: bool  # ms-swift's, in place of a --teacher_model that is the --model of a LoRA run
     teacher_prompts: bool  # no flag: rows have a prompt that only the teacher reads (OPSD)
@@ -67,13 +78,31 @@ class Teacher(Flags):
         """The model of the teacher, or the address of its server; None: there is no teacher."""
         if self.is_policy:
             return "the policy"
-        return self.model if self.is_base else self.teacher_model or self.url
+        return self.model if self.is_base else self.teacher_model or self.teacher_model_server
 
     @property
-    def url(self) -> str | None:
-        """The address of the teacher's server, without a trailing slash and without /v1."""
-        typed = self.teacher_model_server
-        return None if typed is None else typed.strip().rstrip("/").removesuffix("/v1")
+    def is_served(self) -> bool:
+        return self.teacher_model_server is not None
+
+    @property
+    def addresses(self) -> tuple[TeacherAddress, ...]:
+        """The servers of --teacher_model_server: one address, or several in JSON, as ms-swift has them."""
+        typed = (self.teacher_model_server or "").strip()
+        if not typed.startswith(("[", "{")):
+            return (TeacherAddress(_root(typed), ()),) if typed else ()
+        try:
+            given = json.loads(typed)
+            found = tuple(map(_address, given)) if isinstance(given, list) else ()
+        except ValueError as error:
+            raise ValueError(f"--teacher_model_server cannot be read as JSON ({error}); {_FORM}") from error
+        if not found:
+            raise ValueError(f"--teacher_model_server {typed:.200} is no list of servers; {_FORM}")
+        return found
+
+    @property
+    def tag_column(self) -> str | None:
+        """The column that picks the teacher of a row; None: there is one teacher at most."""
+        return self.teacher_tag_key if len(self.addresses) > 1 else None
 
     @property
     def is_alone(self) -> bool:
@@ -97,13 +126,19 @@ class Teacher(Flags):
 
     @rule
     def a_server_scores_what_the_policy_samples(self) -> Faults:
-        typed, url = self.teacher_model_server, self.url
-        if typed is None or url is None:
+        if not self.is_served:
             return
-        if typed.lstrip().startswith(("[", "{")):
-            yield "--teacher_model_server: several teachers are not supported yet; use the address of one server"
-        elif urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-            yield f"--teacher_model_server {typed} is not the address of a server; use the form http://HOST:8000"
+        for address in self.addresses:
+            if urlsplit(address.url).scheme not in ("http", "https") or not urlsplit(address.url).hostname:
+                yield (
+                    f"--teacher_model_server {address.url} is not the address of a server; use the form "
+                    "http://HOST:8000"
+                )
+            if self.tag_column is not None and not address.tags:
+                yield f"--teacher_model_server {address.url} has no tags, so it would teach no row; {_FORM}"
+        for tag, count in Counter(tag for address in self.addresses for tag in address.tags).items():
+            if count > 1 and self.tag_column is not None:
+                yield f"--teacher_model_server: the tag {tag} is given {count} times; give each tag to one server"
         if self.teacher_model is not None or self.is_base:
             yield "--teacher_model and --teacher_model_server are two teachers; leave one of them out"
         if self.temperature != 1:
@@ -136,3 +171,15 @@ class Teacher(Flags):
                 "--teacher_kl_coef 0 with --teacher_model and no rewards: every advantage would be 0, so nothing would "
                 "be trained; use --teacher_kl_coef 1"
             )
+
+
+def _address(given: Any) -> TeacherAddress:
+    valid = isinstance(given, dict) and given.keys() <= {"url", "tags"} and isinstance(given.get("url"), str)
+    tags = given.get("tags", []) if valid else None
+    if not isinstance(tags, list) or not all(isinstance(tag, str | int) for tag in tags):
+        raise ValueError(f"{given!r:.200} is not a server with its tags")
+    return TeacherAddress(_root(given["url"]), tuple(map(str, tags)))
+
+
+def _root(url: str) -> str:
+    return url.strip().rstrip("/").removesuffix("/v1")

@@ -83,20 +83,24 @@ def start(args: grpo_arguments.GRPOArguments, template: Template) -> Start:
 def _served_teacher(
     args: grpo_arguments.GRPOArguments, template: Template, coordinator: Coordinator
 ) -> ServedTeacher | None:
-    """Return the teacher behind a server, which has scored a text twice; None: there is no such server."""
+    """Return the teachers behind servers, which have scored a text twice; None: there is no such server."""
     settings, tokenizer = args.of(Teacher), template.tokenizer
-    if settings.url is None:
+    if not settings.is_served:
         return None
-    server = TeacherServer(settings.url, settings.teacher_timeout, os.environ.get("SWIFT_TEACHER_API_KEY"))
+    key = os.environ.get("SWIFT_TEACHER_API_KEY")
+    servers: dict[str | None, TeacherServer] = {}
+    for address in settings.addresses:
+        tags = (None,) if settings.tag_column is None else address.tags
+        servers |= dict.fromkeys(tags, TeacherServer(address.url, settings.teacher_timeout, key))
     longest = (args.max_length or 1) + args.longest_completion + 1
     text = tokenizer.encode(CANARY_TEXT, add_special_tokens=False)[: min(CANARY_TOKENS, longest - 1)]
 
     def check() -> None:
-        if coordinator.rank == 0:
+        for server in dict.fromkeys(servers.values()) if coordinator.rank == 0 else ():
             server.check(text, lambda token: tokenizer.decode([token]), longest)
 
     coordinator.all_gather_or_raise(check, "reaching the teacher's server")
-    return ServedTeacher(server, coordinator)
+    return ServedTeacher(servers, coordinator)
 
 
 def _check_reward_servers(servers: Sequence[RewardServer | None], coordinator: Coordinator) -> None:

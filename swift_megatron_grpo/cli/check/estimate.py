@@ -91,7 +91,7 @@ def estimate(args: GRPOArguments, model: Model, rows: Rows, gpu: Gpu, graders: i
     passes = PassCounts(
         trains_adapters=args.has_adapter,
         recomputes=run.training.recompute.granularity == "full",
-        forward_only=old + (config.reference.beta != 0) + (has_teacher and config.teacher.url is None),
+        forward_only=old + (config.reference.beta != 0) + (has_teacher and not config.teacher.is_served),
     )
     layout, item = config.batch.layout, args.torch_dtype.itemsize
     seconds = seconds_of_training(work, gpu, model.decoder, layout, halved.num_micro_batches, passes, item)

@@ -67,6 +67,9 @@ class TeacherServer:
                 raise self._failure(f"its token {token} is {text!r:.50}, and the policy's {own!r:.50}")
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
+        return score_together([(self, tokens) for tokens in texts])
+
+    async def scored(self, texts: Sequence[Sequence[int]]) -> list[Scored]:
         """Score texts together. A lost connection or a busy server costs a new try, and no text."""
 
         async def score_all(client: _TeacherClient) -> list[Scored]:
@@ -80,10 +83,7 @@ class TeacherServer:
                 tasks = [group.create_task(score_one(tokens)) for tokens in texts]
             return [task.result() for task in tasks]
 
-        try:
-            return asyncio.run(self._with_client(score_all))
-        except ExceptionGroup as failures:  # of the group: those of several texts are alike
-            raise failures.exceptions[0] from failures
+        return await self._with_client(score_all)
 
     async def _with_client(self, ask: Callable[[_TeacherClient], Awaitable[T]]) -> T:
         async with open_session({}, self.api_key) as session:
@@ -101,6 +101,37 @@ class TeacherServer:
             f"--teacher_model_server {self.url}: {problem}; use a vLLM server of the teacher, started with "
             "`vllm serve`, with the tokenizer of --model"
         )
+
+
+def score_together(texts: Sequence[tuple[TeacherServer, Sequence[int]]]) -> list[Scored]:
+    """Score each text by its server; all servers work at one time. Return the scores in the order of the texts."""
+    places: dict[TeacherServer, list[int]] = {}
+    for place, (server, _) in enumerate(texts):
+        places.setdefault(server, []).append(place)
+
+    async def score_all() -> dict[int, Scored]:
+        async with asyncio.TaskGroup() as group:
+            tasks = {
+                server: group.create_task(server.scored([texts[place][1] for place in of_server]))
+                for server, of_server in places.items()
+            }
+        return {
+            place: one
+            for server, of_server in places.items()
+            for place, one in zip(of_server, tasks[server].result(), strict=True)
+        }
+
+    try:
+        scored = asyncio.run(score_all())
+    except ExceptionGroup as failures:
+        raise _first(failures) from failures
+    return [scored[place] for place in range(len(texts))]
+
+
+def _first(failures: ExceptionGroup[Exception]) -> Exception:
+    """Return the first failure: those of several texts are alike."""
+    first = failures.exceptions[0]
+    return _first(first) if isinstance(first, ExceptionGroup) else first
 
 
 @dataclass(frozen=True, slots=True)

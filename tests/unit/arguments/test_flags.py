@@ -25,8 +25,8 @@ USED_HERE = _flags(
     ref_expert_model_parallel_size ref_expert_tensor_parallel_size virtual_pipeline_model_parallel_size
     microbatch_group_size_per_vp_stage rlhf_type reward_funcs reward_weights bad_reward beta epsilon epsilon_high
     ref_model mcore_ref_model ref_adapters teacher_model teacher_model_type teacher_kl_coef offload_teacher_model
-    teacher_model_server teacher_prompts sync_ref_model ref_model_sync_steps ref_model_mixup_alpha reward_model
-    reward_model_plugin
+    teacher_model_server teacher_tag_key teacher_prompts sync_ref_model ref_model_sync_steps ref_model_mixup_alpha
+    reward_model reward_model_plugin
     _teacher_use_disable_adapter loss_type importance_sampling_level delta tau_pos tau_neg real_tau
     fipo_decay_rate fipo_clip_range fipo_clip_high_only fipo_safety_threshold log_entropy top_entropy_quantile
     scale_rewards kl_in_reward dynamic_sample max_resample_times overlong_filter rollout_importance_sampling_mode
@@ -105,7 +105,6 @@ NO_EFFECT = _flags(
     attn_impl experts_impl device_map max_memory init_strategy
     padding_side sequence_parallel_size lazy_tokenize
 
-    teacher_tag_key
     shuffle_buffer_size packing_length packing_num_proc packing_strategy
     hqq_axis bnb_4bit_compute_dtype bnb_4bit_quant_type bnb_4bit_use_double_quant bnb_4bit_quant_storage
     fp8_recipe fp8_amax_history_len fp8_amax_compute_algo fp4_recipe strict_fsdp_dtensor_load

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.data.checks import check_rows, without_row_numbers
+from swift_megatron_grpo.data.checks import check_rows, check_tags, without_row_numbers
 from tests.unit.data.datasets import QUESTION, load, write
 
 
@@ -86,3 +86,18 @@ def test_rows_with_images_are_for_models_that_take_them(tmp_path: Path) -> None:
     check_rows(load(write(tmp_path / "a.jsonl", QUESTION | {"images": ["a.png"]})), takes_images=True)
     videos = load(write(tmp_path / "b.jsonl", QUESTION | {"videos": ["a.mp4"]}))
     check_rows(videos, takes_images=True, takes_videos=True)
+
+
+def test_rows_without_a_teacher_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", *(QUESTION | {"kind": kind} for kind in ("math", "code", None)))
+    check_tags(load(write(tmp_path / "b.jsonl", QUESTION | {"kind": 7})), "kind", ["math", "7"])
+    with pytest.raises(ValueError, match=r"2 of 3 rows .*row 1 of \S+ has 'code', row 2 of \S+ has None"):
+        check_tags(load(path), "kind", ["math"])
+    with pytest.raises(ValueError, match=r"the column sort \(--teacher_tag_key\), and the columns are .*kind"):
+        check_tags(load(path), "sort", ["math"])
+
+
+def test_a_tag_may_be_the_name_of_a_dataset(tmp_path: Path) -> None:
+    """It is the default of --teacher_tag_key: ms-swift gives every row the name of its dataset."""
+    path = write(tmp_path / "a.jsonl", QUESTION)
+    check_tags(load(path), "dataset", [path])

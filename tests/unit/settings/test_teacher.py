@@ -89,7 +89,20 @@ def test_a_second_prompt_excludes_what_a_teacher_excludes_and_media() -> None:
 SERVED = {"teacher_model_server": "http://h:8000/v1/", "temperature": 1.0, "reward_funcs": ["accuracy"]}
 REFUSED_OF_SERVERS: dict[str, tuple[dict[str, Any], str]] = {
     "temperature": ({"temperature": 0.9}, "use --temperature 1, or --teacher_model"),
-    "several": ({"teacher_model_server": '[{"url": "http://h:1"}]'}, "several teachers are not supported yet"),
+    "no JSON": ({"teacher_model_server": '[{"url"'}, "cannot be read as JSON (Expecting"),
+    "no list": ({"teacher_model_server": '{"url": "http://h:1"}'}, "is no list of servers; use the form [{"),
+    "no servers": ({"teacher_model_server": "[]"}, "is no list of servers"),
+    "a misspelt key": ({"teacher_model_server": '[{"urls": "http://h:1"}]'}, "is not a server with its tags"),
+    "tags as a text": ({"teacher_model_server": '[{"url": "http://h", "tags": "a"}]'}, "is not a server with its tags"),
+    "not an address": ({"teacher_model_server": '[{"url": "h"}]'}, "h is not the address of a server"),
+    "no tags": (
+        {"teacher_model_server": '[{"url": "http://h", "tags": ["a"]}, {"url": "http://i"}]'},
+        "http://i has no tags",
+    ),
+    "a tag twice": (
+        {"teacher_model_server": '[{"url": "http://h", "tags": [1]}, {"url": "http://i", "tags": ["2", "1"]}]'},
+        "the tag 1 is given 2 times; give each tag to one server",
+    ),
     "no address": ({"teacher_model_server": "h:8000"}, "use the form http://HOST:8000"),
     "two": ({"teacher_model": "big"}, "are two teachers; leave one of them out"),
     "time": ({"teacher_timeout": 0.0}, "--teacher_timeout 0 must be above 0"),
@@ -103,8 +116,34 @@ def test_what_a_teachers_server_excludes_is_refused(case: str) -> None:
 
 
 def test_a_teachers_server_is_accepted_on_rows_of_text() -> None:
-    assert of(Teacher, **SERVED).url == "http://h:8000" and not of(Teacher, **SERVED).is_copy
+    assert [address.url for address in of(Teacher, **SERVED).addresses] == ["http://h:8000"]
+    assert not of(Teacher, **SERVED).is_copy and of(Teacher, **SERVED).tag_column is None
     assert faults(Teacher, **SERVED) == faults(Teacher, rows=DataShape(0, False), **SERVED) == ""
     assert "the rows have images" in faults(Teacher, rows=DataShape(1, True), **SERVED)
     assert "the rows have videos" in faults(Teacher, rows=DataShape(0, True, videos=1), **SERVED)
     assert "the rows have audio" in faults(Teacher, rows=DataShape(0, True, recordings=1), **SERVED)
+
+
+SEVERAL = '[{"url": "http://h:1/v1", "tags": ["math", 7]}, {"url": "http://h:2", "tags": ["code"]}]'
+
+
+def test_several_teachers_are_those_of_ms_swift() -> None:
+    from swift.rl_core.data import OnPolicySample
+    from swift.rlhf_trainers.gkd_helpers import parse_teacher_model_server, route_samples_to_teachers
+
+    several = SERVED | {"teacher_model_server": SEVERAL, "teacher_tag_key": "kind"}
+    assert faults(Teacher, **several) == ""
+    teacher, stock = of(Teacher, **several), parse_teacher_model_server(SEVERAL)
+    assert teacher.tag_column == "kind"
+    assert [list(address.tags) for address in teacher.addresses] == [each.tags for each in stock]
+    rows = [{"messages": [], "kind": kind} for kind in ("code", 7, "math")]
+    routes = route_samples_to_teachers([OnPolicySample.from_row(row) for row in rows], stock, "kind")
+    assert routes == {
+        number: [place for place, row in enumerate(rows) if str(row["kind"]) in address.tags]
+        for number, address in enumerate(teacher.addresses)
+    }
+
+
+def test_a_single_teacher_in_a_list_teaches_all_rows() -> None:
+    alone = SERVED | {"teacher_model_server": '[{"url": "http://h:1"}]'}
+    assert faults(Teacher, **alone) == "" and of(Teacher, **alone).tag_column is None

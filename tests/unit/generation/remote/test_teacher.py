@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.generation.remote.teacher import TeacherFailure, TeacherServer
+from swift_megatron_grpo.generation.remote.teacher import TeacherFailure, TeacherServer, score_together
+from swift_megatron_grpo.loop.served_teacher import ServedTeacher
+from swift_megatron_grpo.types import Sample
+from tests.fakes.ranks import OneRank
 
 Reply = Callable[[BaseHTTPRequestHandler, list[int]], None]
 TEXT = [5, 6, 7, 8]
@@ -85,14 +89,48 @@ class Handler(BaseHTTPRequestHandler):
         reply(self, body["prompt"])
 
 
-@pytest.fixture
-def peer() -> Iterator[Peer]:
+@contextmanager
+def serving() -> Iterator[Peer]:
     with Peer() as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield server
         server.shutdown()
         thread.join()
+
+
+@pytest.fixture
+def peer() -> Iterator[Peer]:
+    with serving() as server:
+        yield server
+
+
+def shifted(shift: float) -> Reply:
+    return lambda handler, tokens: answer(entries(tokens, shift))(handler, tokens)
+
+
+def test_the_tag_of_a_sample_picks_its_teacher(peer: Peer) -> None:
+    """Samples of two teachers alternate, and one is not trained; the completion of each has two tokens."""
+    with serving() as other:
+        peer.planned, other.planned = [shifted(-1.0)] * 9, [shifted(-2.0)] * 9
+        first, second = peer.teacher(), other.teacher()
+        teacher = ServedTeacher({"math": first, "algebra": first, "code": second}, OneRank())
+        tags = ["code", "math", "code", "algebra", "code"]
+        samples = [Sample(TEXT, [False, False, True, place != 2], 0.0, tag=tag) for place, tag in enumerate(tags)]
+        samples[2].completion_mask = [False] * 4
+        found = teacher.infer(samples)
+    assert (peer.asked, other.asked) == (2, 2)
+    expected = {place: [-0.7 - shift, -0.8 - shift] for place, shift in ((0, 2), (1, 1), (3, 1), (4, 2))}
+    assert {place: values.logprobs for place, values in found.items()} == {
+        2: [], **{place: pytest.approx(values) for place, values in expected.items()}
+    }  # fmt: skip
+
+
+def test_of_several_teachers_the_lost_one_is_named(peer: Peer) -> None:
+    with serving() as other:
+        lost = other.teacher(timeout=0.2)
+    with pytest.raises(TeacherFailure, match=re.escape(lost.url)):
+        score_together([(peer.teacher(), TEXT), (lost, TEXT)])
 
 
 def test_log_probs_are_those_of_each_text(peer: Peer) -> None:
