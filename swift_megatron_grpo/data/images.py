@@ -77,6 +77,18 @@ def file_of(source: str | bytes) -> bytes:
     return content
 
 
+def element_bytes(source: Any, unreadable: type[ValueError]) -> bytes:
+    """Return the file of an element of a row's videos or recordings."""
+    if isinstance(source, dict):
+        source = source.get("bytes") or source.get("path")
+    if not source or not isinstance(source, str | bytes):
+        raise unreadable(f"is {type(source).__name__}, neither a path, a URL, base64 nor bytes")
+    try:
+        return file_of(source)
+    except Exception as error:  # whatever a file system, a download or base64 raises
+        raise unreadable(f"cannot be read: {type(error).__name__}") from error
+
+
 def _is_read_as_base64(source: str) -> bool:
     """Return True for what ms-swift decodes because no such file exists; base64 ignores the dot of a file's name."""
     return not source.strip().startswith(("http", "data:")) and _check_path(source.strip()) is None

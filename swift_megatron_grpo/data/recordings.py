@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from swift_megatron_grpo.data.images import digest_of, file_of, files_of
+from swift_megatron_grpo.data.images import digest_of, element_bytes, files_of
 from swift_megatron_grpo.data.videos import video_bytes, videos_of
 from swift_megatron_grpo.types import ModelRecording, Prompt
 
@@ -43,14 +43,7 @@ def recordings_of(row: Mapping[str, Any]) -> list[Any]:
 
 def recording_bytes(source: Any) -> bytes:
     """Return the file of a recording."""
-    if isinstance(source, dict):
-        source = source.get("bytes") or source.get("path")
-    if not source or not isinstance(source, str | bytes):
-        raise UnreadableRecording(f"is {type(source).__name__}, neither a path, a URL, base64 nor bytes")
-    try:
-        return file_of(source)
-    except Exception as error:  # whatever a file system, a download or base64 raises
-        raise UnreadableRecording(f"cannot be read: {type(error).__name__}") from error
+    return element_bytes(source, UnreadableRecording)
 
 
 def check_header(content: bytes) -> None:

@@ -24,7 +24,7 @@ import torch
 from swift.template import Template
 
 from swift_megatron_grpo.data.image_formats import MERGE, channels_of
-from swift_megatron_grpo.data.images import file_of
+from swift_megatron_grpo.data.images import element_bytes
 from swift_megatron_grpo.runtime.replaced import replaced
 from swift_megatron_grpo.types import ModelFrames
 
@@ -58,14 +58,7 @@ def options_of(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def video_bytes(source: Any) -> bytes:
     """Return the file of a video."""
-    if isinstance(source, dict):
-        source = source.get("bytes") or source.get("path")
-    if not source or not isinstance(source, str | bytes):
-        raise UnreadableVideo(f"is {type(source).__name__}, neither a path, a URL, base64 nor bytes")
-    try:
-        return file_of(source)
-    except Exception as error:  # whatever a file system, a download or base64 raises
-        raise UnreadableVideo(f"cannot be read: {type(error).__name__}") from error
+    return element_bytes(source, UnreadableVideo)
 
 
 @dataclass(frozen=True, slots=True)

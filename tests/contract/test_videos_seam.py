@@ -46,7 +46,7 @@ def vllm_positions(seconds: float, video: ModelFrames, image: ModelImage, starts
 
 @pytest.mark.parametrize("seconds", [1.0, 0.5, 2.0, 0.3, 12.7])
 def test_positions_of_a_video_are_those_of_vllm(seconds: float) -> None:
-    """Pairs of frames are as far apart as their time says, and text goes on behind the last of them."""
+    """Pairs of frames are as far apart as their time says, and the text after the last of them continues there."""
     rounded = torch.tensor(seconds).item()
     video, image = frames(3, 2, 4, step=rounded * 2), ModelImage("d", (1, 4, 6), 2, ((1.0, 0.0),) * 3, no_pixels)
     starts = [3, 3 + 24 + 2]
