@@ -112,11 +112,15 @@ READ_WITH: tuple[tuple[str, Callable[[Mapping[str, Any]], bool], str], ...] = (
         "teacher_model_type offload_teacher_model",
     ),
     (
-        "--teacher_model",
-        lambda run: any(
+        "--teacher_model and no --advantage_reweight",
+        lambda run: run["advantage_reweight"] is None and any(
             run[f] for f in ("teacher_model", "teacher_model_server", "_teacher_use_disable_adapter", "teacher_prompts")
         ),
         "teacher_kl_coef",
+    ),
+    (
+        "--advantage_reweight rlsd", lambda run: run["advantage_reweight"] == "rlsd",
+        "rlsd_lambda rlsd_reweight_clip_range rlsd_lambda_warmup_steps rlsd_lambda_decay_steps rlsd_negative_only",
     ),
     (
         "--teacher_model_server", lambda run: run["teacher_model_server"] is not None,

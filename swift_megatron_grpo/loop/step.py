@@ -48,6 +48,7 @@ from swift_megatron_grpo.loop.step_context import PhaseTimer, StepContext
 from swift_megatron_grpo.loop.training_batches import TrainingBatches
 from swift_megatron_grpo.output.recording.unfinished import UnfinishedRollout, save_unfinished
 from swift_megatron_grpo.settings.config import GRPOConfig
+from swift_megatron_grpo.settings.losses import LossConfig
 from swift_megatron_grpo.training.loss import effective_sample_size, make_loss, reads_entropy
 from swift_megatron_grpo.training.loss.kl import KlController, divergences
 from swift_megatron_grpo.training.passes import Output
@@ -163,7 +164,7 @@ class GRPOLoop:
                 self._select_tokens(samples, step)
         with step.timer("train"):
             self.stages.residency.for_training()
-            loss = make_loss(replace(self.config.loss, beta=self.kl_controller.value))
+            loss = make_loss(self._loss_of_step(step))
             step.metrics.update(effective_sample_size(training.train_step(samples, loss, self._outputs)))
         step.metrics["speed/train_tflop"] = training.flops_of_last_step / 1e12
         self._weights_version += 1
@@ -171,6 +172,15 @@ class GRPOLoop:
             self.stages.moving_reference.after_step(self._weights_version)
         if self.kl_controller.adapts and not self.config.kl.kl_in_reward:
             self._adapt_beta(step.metrics["kl"], len(samples), step)
+
+    def _loss_of_step(self, step: StepContext) -> LossConfig:
+        """Return the loss with its weights that change from step to step: beta, and RLSD's from rollout to rollout."""
+        loss, rlsd = replace(self.config.loss, beta=self.kl_controller.value), self.config.loss.rlsd
+        if not rlsd.is_on:
+            return loss
+        share = rlsd.share(self._weights_version - self._weights_version % self._batches.steps_per_rollout)
+        step.metrics["rlsd_lambda"] = share
+        return replace(loss, rlsd=replace(rlsd, rlsd_lambda=share))
 
     def _subtract_kl(self, graded: list[Graded], step: StepContext) -> list[Graded]:
         """Return completions with reward - beta KL. Log-probs exist on the last pipeline stage, rewards everywhere."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from swift_megatron_grpo.settings.adapter import Adapter
+from swift_megatron_grpo.settings.distillation import Rlsd
 from swift_megatron_grpo.settings.flag import Above, AtLeast, Faults, Flags, flag, rule
 from swift_megatron_grpo.settings.layout import DataShape
 from swift_megatron_grpo.settings.rewards import Rewards
@@ -42,6 +43,7 @@ class Teacher(Flags):
     model: str | None
     trained: Adapter
     rewards: Rewards
+    rlsd: Rlsd
     loss_type: str | None
     dynamic_sample: bool
     off_policy_sequence_mask_delta: float | None
@@ -123,6 +125,18 @@ class Teacher(Flags):
                 f"{teacher} with --off_policy_sequence_mask_delta {self.off_policy_sequence_mask_delta}, which "
                 f"{_PER_TOKEN}; leave one of them out"
             )
+
+    @rule
+    def rlsd_weights_advantages(self, rows: DataShape) -> Faults:
+        if not self.rlsd.is_on:
+            return
+        if not self.exists:
+            yield (
+                "--advantage_reweight rlsd weights advantages by a teacher, and there is none; add the column "
+                "teacher_prompt to the dataset, or use --teacher_model"
+            )
+        if self.is_alone:
+            yield "--advantage_reweight rlsd weights the advantages of rewards, and there are none; use --reward_funcs"
 
     @rule
     def a_server_scores_what_the_policy_samples(self) -> Faults:

@@ -7,6 +7,7 @@ sync and no collective. m: trained tokens of the micro batch, s: its sequences.
 
     total.py       policy loss + beta * KL - entropy_coef * entropy; LOSSES by --loss_type
     terms.py       inputs of every loss: log-probs, ratios, advantages, packed tokens as rows of sequences
+    teaching.py    advantages of tokens with a teacher: OPD, RLSD
     policies.py    policy losses: clipped, CISPO, SAPO, FIPO, REAL
     kl.py          KL estimators, the KL of completions, and beta, fixed or adaptive
     correction.py  rollout correction: importance weights, masks, metrics

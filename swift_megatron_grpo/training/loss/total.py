@@ -51,7 +51,7 @@ def reads_entropy(config: LossConfig) -> bool:
 
 def loss(batch: MicroBatch, output: TokenOutput, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
     """Compute this micro batch's share of the step's loss, and of its metrics."""
-    terms = Terms.of(batch, output, config.importance_sampling_level, config.teacher_kl_coef)
+    terms = Terms.of(batch, output, config)
     recipe = LOSSES[config.name]
     weights, kept, metrics = _corrections(terms, config)
 

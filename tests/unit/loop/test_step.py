@@ -12,6 +12,7 @@ from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.loop.step import GRPOLoop
 from swift_megatron_grpo.output.recording.rows import Limits, no_images
 from swift_megatron_grpo.output.recording.unfinished import UnfinishedRollout, read_unfinished, shared_settings
+from swift_megatron_grpo.settings.distillation import Rlsd
 from swift_megatron_grpo.settings.losses import Correction, LossConfig
 from swift_megatron_grpo.types import Prompt, Sample
 from tests.fakes.generation import LOGPROB
@@ -130,6 +131,14 @@ def test_a_teacher_of_stale_completions_is_compared_with_the_trainer() -> None:
     assert [old_logprobs(batch) for batch in run.policy.trained] == [[None] * 6, [[LOGPROB]] * 6]
     found = [[sample.teacher_ratios for sample in batch] for batch in run.policy.trained]
     assert found == [[[-2.5 - BEFORE]] * 6, [[-2.5 - BEFORE - STEP]] * 6]
+
+
+def test_the_weight_of_rlsd_changes_between_rollouts_alone() -> None:
+    rlsd = Rlsd(advantage_reweight="rlsd", rlsd_lambda=0.8, rlsd_lambda_warmup_steps=4)
+    run = fake_run(steps_per_generation=2, teacher=-2.5, loss=replace(LOSS, rlsd=rlsd))
+    weights = [0.0, 0.0, 0.4, 0.4, 0.8, 0.8]
+    assert [metrics["rlsd_lambda"] for metrics in train(run, 6)] == weights
+    assert [loss.keywords["config"].rlsd.rlsd_lambda for loss in run.policy.losses] == weights
 
 
 def test_a_kl_in_the_reward_is_not_part_of_the_loss() -> None:
