@@ -167,6 +167,7 @@ class Sample:
     old_logprobs: list[float] | None = None  # [c]
     ref_logprobs: list[float] | None = None  # [c]
     teacher_ratios: list[float] | None = None  # [c] log(teacher / policy), by the weights that trained it first
+    teacher_logprobs: list[float] | None = None  # [c] with SDAR, which compares the teacher with the current policy
     teacher_tokens: list[int] | None = None  # the completion after the teacher's own prompt; None: as in `tokens`
     tag: str | None = None  # of its row, which picks its teacher; None: there are not several
     rollout_logprobs: list[float] | None = None  # [c]

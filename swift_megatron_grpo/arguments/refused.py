@@ -112,8 +112,8 @@ READ_WITH: tuple[tuple[str, Callable[[Mapping[str, Any]], bool], str], ...] = (
         "teacher_model_type offload_teacher_model",
     ),
     (
-        "--teacher_model and no --advantage_reweight",
-        lambda run: run["advantage_reweight"] is None and any(
+        "--teacher_model and neither --advantage_reweight nor --sdar_loss_coef",
+        lambda run: not run["advantage_reweight"] and not run["sdar_loss_coef"] and any(
             run[f] for f in ("teacher_model", "teacher_model_server", "_teacher_use_disable_adapter", "teacher_prompts")
         ),
         "teacher_kl_coef",
@@ -122,6 +122,7 @@ READ_WITH: tuple[tuple[str, Callable[[Mapping[str, Any]], bool], str], ...] = (
         "--advantage_reweight rlsd", lambda run: run["advantage_reweight"] == "rlsd",
         "rlsd_lambda rlsd_reweight_clip_range rlsd_lambda_warmup_steps rlsd_lambda_decay_steps rlsd_negative_only",
     ),
+    ("--sdar_loss_coef above 0", lambda run: bool(run["sdar_loss_coef"]), "sdar_gate_beta"),
     (
         "--teacher_model_server", lambda run: run["teacher_model_server"] is not None,
         "teacher_timeout teacher_tag_key",

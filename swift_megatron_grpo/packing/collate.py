@@ -78,6 +78,7 @@ class MicroBatch:
     old_logprobs: torch.Tensor | None  # [m] fp32; None: the old policy is the trained one
     ref_logprobs: torch.Tensor | None  # [m] fp32
     teacher_ratios: torch.Tensor | None  # [m] fp32, log(teacher / policy); None: there is no teacher
+    teacher_logprobs: torch.Tensor | None  # [m] fp32, with SDAR in place of teacher_ratios
     rollout_logprobs: torch.Tensor | None  # [m] fp32, from the inference engine
     selected: torch.Tensor | None  # [m] fp32, 0 for tokens that the policy loss skips
     groups: torch.Tensor  # [s] group of a sequence, numbered within the micro batch
@@ -122,6 +123,7 @@ def collate(
     counts = tuple(sum(sample.completion_mask) for sample in chosen)
     number = {group: place for place, group in enumerate(dict.fromkeys(sample.group for sample in chosen))}
     keys = [segment.keys for segment in layout.segments]
+    shared = SharedKeys(to_device(layout.key_places()), to_device(_starts(keys)), max(keys)) if layout.shares else None
 
     def per_token(values: Sequence[Sequence[float] | None], name: str) -> torch.Tensor | None:
         if all(v is None for v in values):
@@ -148,9 +150,7 @@ def collate(
             cp_counts=tuple(numbers.shape[0] for numbers, _ in computed),
             cp_order=to_device(order),
             images=PackedImages(shown, to_device(of_images[None])) if shown else None,
-            shared=SharedKeys(to_device(layout.key_places()), to_device(_starts(keys)), max(keys))
-            if layout.shares
-            else None,
+            shared=shared,
             routing=None if routing is None else to_device(pack_routing(chosen, layout, routing)[local]),
         ),
         counts=counts,
@@ -159,6 +159,7 @@ def collate(
         old_logprobs=per_token([s.old_logprobs for s in chosen], "old"),
         ref_logprobs=per_token([s.ref_logprobs for s in chosen], "reference"),
         teacher_ratios=per_token([s.teacher_ratios for s in chosen], "teacher"),
+        teacher_logprobs=per_token([s.teacher_logprobs for s in chosen], "teacher"),
         rollout_logprobs=per_token([s.rollout_logprobs for s in chosen], "rollout"),
         selected=per_token([s.selected for s in chosen], "selected"),
         groups=to_device(torch.tensor([number[sample.group] for sample in chosen])),

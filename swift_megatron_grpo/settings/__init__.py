@@ -25,7 +25,7 @@ recording.py     rollouts on disk
 time_limits.py   time limits, traced steps
 run.py           duration, checkpoints, data, a check without training
 teacher.py       the teacher of on-policy distillation
-distillation.py  other uses of its log-probs: RLSD
+distillation.py  other uses of its log-probs: RLSD, SDAR
 
 To add a flag, add a field to the class of the stage that reads it. Nothing else lists it.
 """

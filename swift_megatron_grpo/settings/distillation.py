@@ -1,10 +1,10 @@
-"""Uses of a teacher's log-probs that only ms-swift's trainer without Megatron has: RLSD."""
+"""Uses of a teacher's log-probs that only ms-swift's trainer without Megatron has: RLSD, SDAR."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from swift_megatron_grpo.settings.flag import AtLeast, Flags, Range, flag
+from swift_megatron_grpo.settings.flag import Above, AtLeast, Flags, Range, flag
 
 
 class Rlsd(Flags):
@@ -50,3 +50,23 @@ class Rlsd(Flags):
         if steps_done < warmup:
             return self.rlsd_lambda * steps_done / warmup
         return self.rlsd_lambda * max(1 - (steps_done - warmup) / decay, 0) if decay else self.rlsd_lambda
+
+
+class Sdar(Flags):
+    """SDAR, https://arxiv.org/abs/2605.15155: a loss towards the teacher, gated by how much surer it is of a token."""
+
+    sdar_loss_coef: Annotated[float, AtLeast(0, use=0.1)] = flag(
+        0.0,
+        "Weight of SDAR's loss: the teacher (--teacher_model, or the column teacher_prompt) does not change advantages "
+        "as with --teacher_kl_coef. It is a flag of ms-swift's trainer without Megatron. Default: 0, no such loss.",
+        example="0.1",
+    )
+    sdar_gate_beta: Annotated[float, Above(0, use=5.0)] = flag(
+        5.0,
+        "With --sdar_loss_coef above 0: the steepness of the gate, a sigmoid of log(teacher / policy). Default: 5.",
+        example="10",
+    )
+
+    @property
+    def is_on(self) -> bool:
+        return self.sdar_loss_coef > 0

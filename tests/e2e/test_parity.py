@@ -15,6 +15,7 @@ pytestmark = pytest.mark.e2e
 # Of what ms-swift has without Megatron alone: its own trainer gets it by tests/programs/e2e/stock_distillation.py.
 DISTILLATION = {
     "rlsd": ["--advantage_reweight", "rlsd", "--rlsd_lambda", "0.8", "--rlsd_reweight_clip_range", "0.4"],
+    "sdar": ["--sdar_loss_coef", "0.3", "--sdar_gate_beta", "2"],
 }
 
 
@@ -87,7 +88,7 @@ def test_a_teachers_numbers_match_the_stock_trainer(
     check_taught(both_trainers(tmp_path, dense, dataset, flags, rewards))
 
 
-@pytest.mark.parametrize(("teacher", "distillation"), [("another", ""), ("the policy", "rlsd")])
+@pytest.mark.parametrize(("teacher", "distillation"), [("another", ""), ("the policy", "rlsd"), ("another", "sdar")])
 def test_a_teachers_own_prompt_gives_the_stock_trainers_numbers(
     tmp_path: Path, dense: Path, dataset: Path, teacher: str, distillation: str
 ) -> None:
@@ -98,6 +99,8 @@ def test_a_teachers_own_prompt_gives_the_stock_trainers_numbers(
     taught = tmp_path / "taught.jsonl"
     taught.write_text("\n".join(map(json.dumps, rows)))
     flags = [*TAUGHT, "--max_length", "256", "--vllm_max_model_len", "512"]
+    if distillation == "sdar":  # ms-swift's loss is the mean over micro batches of their token means
+        flags += ["--micro_batch_size", "4", "--global_batch_size", "4", "--steps_per_generation", "4"]
     if teacher == "another":
         model = make_model(tmp_path / "teacher", extra=["--seed", "5", "--layers", "6", "--hidden", "96"])
         flags += ["--teacher_model", str(model), "--teacher_model_type", "qwen3"]

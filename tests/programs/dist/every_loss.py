@@ -28,6 +28,7 @@ def main(out: str, flags: list[str], layout: str) -> None:
     engine = trainer.build_engine()
     samples = make_samples(engine, trainer.config.padded_vocab_size)
     report = {name: engine.train_step(samples, *loss) for name, loss in make_losses().items()}
+    report |= {name: engine.train_step(with_teacher(samples), *loss) for name, loss in make_taught_losses().items()}
     report["once"] = once_per_step(engine, samples)
     report["selected"] = engine.train_step(samples, *make_losses()["dapo"])  # only of the selected tokens
     if torch.distributed.get_rank() == 0:
@@ -58,6 +59,32 @@ def make_losses() -> dict[str, Any]:
     masked = replace(correction, rollout_importance_sampling_mode="sequence_mask", off_policy_sequence_mask_delta=0.05)
     configs["sequence_mask"] = replace(plain, correction=masked)
     return {name: (make_loss(config), ("logprob", "entropy")) for name, config in configs.items()}
+
+
+def make_taught_losses() -> dict[str, Any]:
+    from swift_megatron_grpo.settings.distillation import Rlsd, Sdar
+    from swift_megatron_grpo.settings.losses import LossConfig
+    from swift_megatron_grpo.training.loss import make_loss
+
+    plain = LossConfig(loss_type="grpo", epsilon=0.2, epsilon_high=0.3, beta=0.0)
+    configs = {
+        "rlsd": replace(plain, rlsd=Rlsd(advantage_reweight="rlsd")),
+        "sdar": replace(plain, sdar=Sdar(sdar_loss_coef=0.1)),
+    }
+    return {name: (make_loss(config), ("logprob",)) for name, config in configs.items()}
+
+
+def with_teacher(samples: list[Any]) -> list[Any]:
+    rng = random.Random(7)
+    ratios = [[rng.gauss(0, 0.5) for _ in sample.old_logprobs] for sample in samples]
+    return [
+        replace(
+            sample,
+            teacher_ratios=gaps,
+            teacher_logprobs=[a + b for a, b in zip(sample.old_logprobs, gaps, strict=True)],
+        )
+        for sample, gaps in zip(samples, ratios, strict=True)
+    ]
 
 
 def make_samples(engine: Any, vocab_size: int) -> list[Any]:

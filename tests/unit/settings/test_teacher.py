@@ -25,6 +25,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "evaluation": (ALONE | {"val_dataset": ["rows.jsonl"]}, "an evaluation needs rewards"),
     "split": (ALONE | {"split_dataset_ratio": 0.1}, "or leave --split_dataset_ratio out"),
     "rlsd without rewards": (ALONE | {"advantage_reweight": "rlsd"}, "rlsd weights the advantages of rewards"),
+    "two uses": (
+        TAUGHT | {"advantage_reweight": "rlsd", "sdar_loss_coef": 0.1},
+        "--sdar_loss_coef 0.1 are two uses of one teacher",
+    ),
+    "sdar without a teacher": (
+        TAUGHT | {"sdar_loss_coef": 0.1, "teacher_model": None},
+        "--sdar_loss_coef 0.1 needs a teacher",
+    ),
     "rlsd without a teacher": (
         TAUGHT | {"advantage_reweight": "rlsd", "teacher_model": None},
         "add the column teacher_prompt to the dataset, or use --teacher_model",
@@ -51,6 +59,11 @@ def test_what_a_teacher_excludes_is_refused(case: str) -> None:
 def test_an_algorithm_that_compares_has_rewards_to_compare(case: str) -> None:
     typed, message = REFUSED_BY_ALGORITHM[case]
     assert message in faults(Algorithm, **typed)
+
+
+def test_sdar_excludes_no_loss_and_needs_no_rewards() -> None:
+    sdar = {"sdar_loss_coef": 0.1, "teacher_kl_coef": 0.0, "off_policy_sequence_mask_delta": 0.5, "loss_type": "fipo"}
+    assert faults(Teacher, rows=DataShape(0, False), **ALONE | sdar) == ""
 
 
 def test_a_teacher_with_and_without_rewards_is_accepted() -> None:

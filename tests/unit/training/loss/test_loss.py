@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from swift.rl_core.advantage import apply_rlsd_reweight, expand_advantage_to_per_token
+from swift.rl_core.advantage import apply_rlsd_reweight, compute_sdar_loss, expand_advantage_to_per_token
 
-from swift_megatron_grpo.settings.distillation import Rlsd
+from swift_megatron_grpo.settings.distillation import Rlsd, Sdar
 from swift_megatron_grpo.settings.losses import Correction, Fipo, LossConfig
 from swift_megatron_grpo.training.loss import LOSSES, effective_sample_size
 from swift_megatron_grpo.training.loss.policies import discounted_future_sum
@@ -339,6 +339,25 @@ def test_a_teacher_adds_its_log_ratio_to_the_advantage_of_each_token() -> None:
     metrics = check_advantages(it.step, replace(PLAIN, teacher_kl_coef=0.7), expected)
     kl = [math.exp(ratio) - ratio - 1 for row in it.ratios for ratio in row]
     assert metrics["teacher_kl"] == pytest.approx(sum(kl) / 14, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sdar_adds_ms_swifts_loss_to_every_loss(name: str) -> None:
+    it = taught_step()
+    plain = replace(PLAIN, loss_type=name, beta=0.0)
+    without = run(it.step, replace(plain, teacher_kl_coef=0.0))
+    for sample, row in zip(it.step.samples, it.teacher.tolist(), strict=True):
+        sample.teacher_ratios, sample.teacher_logprobs = None, row[: sum(sample.completion_mask)]
+    now = it.policy.clone().requires_grad_()
+    expected, metrics = compute_sdar_loss(now, it.teacher, it.mask, gate_beta=3.0)
+    expected.backward()
+    ours = run(it.step, replace(plain, sdar=Sdar(sdar_loss_coef=0.2, sdar_gate_beta=3.0)))
+    assert ours.loss - without.loss == pytest.approx(0.2 * expected.item(), abs=1e-6)
+    assert {name: ours.metrics[name] for name in metrics} == pytest.approx(metrics, rel=1e-5)
+    assert abs(expected.item()) > 0.01 and ours.metrics["teacher_kl"] == pytest.approx(without.metrics["teacher_kl"])
+    for i, gradient in ours.gradients.items():
+        wanted = [0.2 * value for value in now.grad[i, : len(gradient)].tolist()]  # type: ignore[index]
+        assert [a - b for a, b in zip(gradient, without.gradients[i], strict=True)] == pytest.approx(wanted, abs=1e-6)
 
 
 @pytest.mark.parametrize("negative_only", [False, True])
