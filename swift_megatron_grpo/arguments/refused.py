@@ -38,6 +38,7 @@ _LENGTHS = "packed micro batches differ in length"
 
 # Flags that refine how ms-swift's own trainer works: the default, and why another value changes no result here.
 NOTED: Mapping[str, tuple[Any, str]] = {
+    "calculate_per_token_loss": (False, "the loss is divided by the tokens or completions of the step in any case"),
     "padding_free": (True, "sequences are packed without padding in any case, and the loss is the same"),
     "offload_bridge": (
         False, "weights are sent to vLLM one tensor at a time, so there is no second copy of them to offload"
@@ -46,7 +47,6 @@ NOTED: Mapping[str, tuple[Any, str]] = {
 
 NOT_YET: Mapping[str, Refusal] = {
     # algorithm
-    "calculate_per_token_loss": Refusal((False, None), "losses are always normalised over the whole optimizer step"),
     "loss_scale": Refusal(("last_round", "last_round+ignore_empty_think"), _GENERATED, stock=False),
     "is_binary_loss_scale": Refusal((None,), _GENERATED, stock=False),
     "mtp_num_layers": Refusal((None, 0), "multi-token prediction is not trained", stock=False),
