@@ -47,7 +47,12 @@ NOTED: Mapping[str, tuple[Any, str]] = {
 
 NOT_YET: Mapping[str, Refusal] = {
     # algorithm
-    "loss_scale": Refusal(("last_round", "last_round+ignore_empty_think"), _GENERATED, stock=False),
+    # ms-swift adds the second part for some models. With `default` no row may have earlier turns: data/checks.py.
+    "loss_scale": Refusal(
+        tuple(f"{base}{more}" for base in ("last_round", "default") for more in ("", "+ignore_empty_think")),
+        _GENERATED,
+        stock=False,
+    ),
     "is_binary_loss_scale": Refusal((None,), _GENERATED, stock=False),
     "mtp_num_layers": Refusal((None, 0), "multi-token prediction is not trained", stock=False),
     # rollouts

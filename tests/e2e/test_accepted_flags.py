@@ -46,7 +46,7 @@ def noted(folder: Path, dense: Path, dataset: Path) -> Finished:
     """A run with flags that change no number, which saves states of the optimizer after every step."""
     short = ["--vllm_max_model_len", "151"]  # 1 below --max_length and --max_completion_length
     unused = ["--padding_free", "false", "--offload_bridge", "true", "--calculate_per_token_loss", "true",
-              "--expert_model_parallel_size", "1"]  # fmt: skip
+              "--loss_scale", "default", "--expert_model_parallel_size", "1"]  # fmt: skip
     return train(folder, dense, dataset, "noted", *unused, *short, *CPU_ADAM, *STATES, *CANNED)
 
 
