@@ -30,6 +30,7 @@ ALGORITHMS: dict[str, list[str]] = {
     **{name: ["--loss_type", name, *OFF_POLICY] for name in ("grpo", "bnpo", "dr_grpo", "dapo", "sapo", "fipo")},
     "cispo": ["--loss_type", "cispo", "--epsilon_high", "5", *OFF_POLICY],
     "real": ["--loss_type", "real", "--micro_batch_size", "8", *OFF_POLICY],
+    "luspo": ["--loss_type", "luspo", "--importance_sampling_level", "sequence", *OFF_POLICY],
     "gspo": ["--importance_sampling_level", "sequence", *OFF_POLICY],
     "gspo_token": ["--importance_sampling_level", "sequence_token", *OFF_POLICY],
     "rloo": ["--advantage_estimator", "rloo", "--beta", "0.001"],

@@ -192,6 +192,11 @@ class Algorithm(Flags):
                 notes.append(f"{', '.join(changed)}: for --loss_type {of}, without effect on --loss_type {loss}")
         if loss in ("sapo", "real") and self.loss.epsilon_high is not None:
             notes.append(f"--epsilon_high has no effect on --loss_type {loss}, which does not clip ratios")
+        if loss == "luspo" and self.loss.importance_sampling_level != "sequence":
+            notes.append(
+                "--loss_type luspo is meant for ratios of whole completions: use --importance_sampling_level sequence, "
+                "unless the sum of token losses is what you want"
+            )
         if loss == "cispo" and high < 1:
             notes.append(
                 f"--loss_type cispo bounds token weights at epsilon_high itself ({high:g}), which is below 1, the "

@@ -14,8 +14,8 @@ OldLogprobs = Literal["policy", "engine"]
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 # By --loss_type: does the loss clip the ratio? The functions are training.loss.LOSSES. Plugins add to both.
 CLIPS_RATIO = {
-    "grpo": True, "bnpo": True, "dr_grpo": True, "dapo": True, "cispo": False, "sapo": False, "real": False,
-    "fipo": True,
+    "grpo": True, "bnpo": True, "dr_grpo": True, "dapo": True, "luspo": True, "cispo": False, "sapo": False,
+    "real": False, "fipo": True,
 }  # fmt: skip
 
 

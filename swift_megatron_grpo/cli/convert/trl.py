@@ -130,7 +130,7 @@ TRL = Table(
         "bf16": choice({"true": {"torch_dtype": "bfloat16"}, "false": {}}),
         "fp16": choice({"false": {}}, "fp16 needs a loss scaler, which this trainer does not have"),
         "gradient_checkpointing": choice({"true": _FULL_RECOMPUTE, "false": {}}),
-        "loss_type": values_of("loss_type", "grpo bnpo dr_grpo dapo cispo sapo"),
+        "loss_type": values_of("loss_type", "grpo bnpo dr_grpo dapo cispo sapo luspo"),
         "scale_rewards": values_of("scale_rewards", "group batch none true:group false:none"),
         "multi_objective_aggregation": choice({"sum_then_normalize": {}}),
         "cast_lm_head_to_fp32": choice({"false": {}}),

@@ -21,6 +21,11 @@ def over_tokens(per_token: torch.Tensor, rows: Rows, batch: MicroBatch, config: 
     return per_token.sum() / max(batch.step.loss_tokens, 1)
 
 
+def over_sequence_sums(per_token: torch.Tensor, rows: Rows, batch: MicroBatch, config: LossConfig) -> torch.Tensor:
+    """Compute 1/S sum_s sum_t x_t: a sequence's weight is its length. LUSPO, https://arxiv.org/abs/2602.05261."""
+    return per_token.sum() / max(batch.step.loss_sequences, 1)
+
+
 def over_budget(per_token: torch.Tensor, rows: Rows, batch: MicroBatch, config: LossConfig) -> torch.Tensor:
     """Compute 1/(S L) sum_s sum_t x_t with L = --max_completion_length. Dr. GRPO, https://arxiv.org/abs/2503.20783."""
     return per_token.sum() / (max(batch.step.loss_sequences, 1) * config.max_completion_length)

@@ -32,6 +32,7 @@ LOSSES: dict[str, Loss] = {
     "bnpo": Loss(policies.clipped, averages.over_tokens),  # as in ms-swift; over the whole step it equals dapo
     "dapo": Loss(policies.clipped, averages.over_tokens),
     "dr_grpo": Loss(policies.clipped, averages.over_budget),
+    "luspo": Loss(policies.clipped, averages.over_sequence_sums),
     "cispo": Loss(policies.cispo, averages.over_tokens),
     "sapo": Loss(policies.sapo, averages.over_sequences),
     "fipo": Loss(policies.fipo, averages.over_tokens),

@@ -62,6 +62,8 @@ def average(step: Step, of_tokens: dict[int, list[Value]], config: LossConfig) -
                 total = total + value / len(rows) / sequences
             elif config.name == "dr_grpo":
                 total = total + value / (sequences * (config.max_completion_length or 0))
+            elif config.name == "luspo":
+                total = total + value / sequences
             else:
                 total = total + value / tokens
     return total
