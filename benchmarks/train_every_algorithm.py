@@ -31,6 +31,7 @@ ALGORITHMS: dict[str, list[str]] = {
     "cispo": ["--loss_type", "cispo", "--epsilon_high", "5", *OFF_POLICY],
     "real": ["--loss_type", "real", "--micro_batch_size", "8", *OFF_POLICY],
     "luspo": ["--loss_type", "luspo", "--importance_sampling_level", "sequence", *OFF_POLICY],
+    "vespo": ["--loss_type", "vespo", *OFF_POLICY],
     "gspo": ["--importance_sampling_level", "sequence", *OFF_POLICY],
     "gspo_token": ["--importance_sampling_level", "sequence_token", *OFF_POLICY],
     "rloo": ["--advantage_estimator", "rloo", "--beta", "0.001"],

@@ -184,13 +184,14 @@ class Algorithm(Flags):
         notes, loss, high = [], self.loss.name, self.loss.high
         tuned = {
             "sapo": self.loss.sapo.changed(),
+            "vespo": self.loss.vespo.changed(),
             "fipo": self.loss.fipo.changed(),
             "real": self.loss.changed("real_tau"),
         }
         for of, changed in tuned.items():
             if changed and of != loss:
                 notes.append(f"{', '.join(changed)}: for --loss_type {of}, without effect on --loss_type {loss}")
-        if loss in ("sapo", "real") and self.loss.epsilon_high is not None:
+        if loss in ("sapo", "real", "vespo") and self.loss.epsilon_high is not None:
             notes.append(f"--epsilon_high has no effect on --loss_type {loss}, which does not clip ratios")
         if loss == "luspo" and self.loss.importance_sampling_level != "sequence":
             notes.append(

@@ -3,11 +3,15 @@
 r: importance ratio at --importance_sampling_level, A: advantage, both per token.
 """
 
+import math
+
 import torch
 
 from swift_megatron_grpo.settings.losses import LossConfig
-from swift_megatron_grpo.training.loss.averages import sequence_max, sequence_min, token_mean
+from swift_megatron_grpo.training.loss.averages import sequence_max, sequence_mean, sequence_min, token_mean
 from swift_megatron_grpo.training.loss.terms import SAFE, Metrics, Terms
+
+_VESPO_LEAST = math.log(1e-8)  # the authors'
 
 
 def clipped(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
@@ -71,6 +75,22 @@ def sapo(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
     positive = 4 / tau_pos * torch.sigmoid(tau_pos * (terms.ratio - 1))
     negative = 4 / tau_neg * torch.sigmoid(tau_neg * (terms.ratio - 1))
     return -torch.where(terms.advantages > 0, positive, negative) * terms.advantages, {}
+
+
+def vespo(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
+    """Compute VESPO, https://arxiv.org/abs/2602.10693: a soft weight by the ratio of the whole completion.
+
+    - sg[phi(W)] A log pi    with W = prod_t r_t, phi(W) = W^k exp(lambda (1 - W)), and k_pos, lambda_pos if A >= 0
+    """
+    rows, settings = terms.rows, config.vespo
+    log_weight = rows.lay(terms.log_ratio.detach().clamp(-SAFE, SAFE)).sum(1).clamp(_VESPO_LEAST, SAFE)
+    log_weight = rows.spread(log_weight)
+    good = terms.advantages >= 0
+    power = torch.where(good, settings.vespo_k_pos, settings.vespo_k_neg)
+    decay = torch.where(good, settings.vespo_lambda_pos, settings.vespo_lambda_neg)
+    phi = (power * log_weight + decay * (1 - log_weight.exp())).exp()
+    of_sequences = sequence_mean(rows.mean(phi), terms.batch)
+    return -phi * terms.advantages * terms.logprobs, {"vespo/phi_seq_mean": of_sequences}
 
 
 def fipo(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, Metrics]:

@@ -35,6 +35,7 @@ LOSSES: dict[str, Loss] = {
     "luspo": Loss(policies.clipped, averages.over_sequence_sums),
     "cispo": Loss(policies.cispo, averages.over_tokens),
     "sapo": Loss(policies.sapo, averages.over_sequences),
+    "vespo": Loss(policies.vespo, averages.over_tokens),
     "fipo": Loss(policies.fipo, averages.over_tokens),
     "real": Loss(None, averages.over_tokens),
 }

@@ -6,6 +6,8 @@ from the paper are marked (ms-swift).
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from swift_megatron_grpo.settings.losses import LossConfig
@@ -90,6 +92,8 @@ def policy_loss(step: Step, i: int, t: int, now: Value, ratios: list[Value], con
     if config.name == "sapo":
         tau = config.sapo.tau_pos if advantage > 0 else config.sapo.tau_neg
         return -(4 / tau) / (1 + (-tau * (r - 1)).exp()) * advantage
+    if config.name == "vespo":
+        return -vespo_weight(log_ratios(step, i, now), advantage, config) * advantage * now[t]
     loss = -surrogate(r, advantage, config)
     if config.name == "fipo":
         loss = loss * fipo_weight(log_ratios(step, i, now), ratios, t, advantage, config)
@@ -107,6 +111,16 @@ def surrogate(r: Value, advantage: float, config: LossConfig) -> Value:
     if config.dual_clip is not None and advantage < 0 and gain < config.dual_clip * advantage:
         gain = number(config.dual_clip * advantage)
     return gain
+
+
+def vespo_weight(log_ratio: list[Value], advantage: float, config: LossConfig) -> float:
+    """Compute phi(W) with W, the ratio of the whole completion, in [1e-8, e^20]."""
+    settings = config.vespo
+    k, decay = settings.vespo_k_pos, settings.vespo_lambda_pos
+    if advantage < 0:
+        k, decay = settings.vespo_k_neg, settings.vespo_lambda_neg
+    weight = min(max(math.exp(sum(x.item() for x in log_ratio)), 1e-8), math.exp(20))
+    return weight**k * math.exp(decay * (1 - weight))
 
 
 def fipo_weight(log_ratio: list[Value], ratios: list[Value], t: int, advantage: float, config: LossConfig) -> float:

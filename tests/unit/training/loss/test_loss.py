@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from swift.rl_core.advantage import apply_rlsd_reweight, compute_sdar_loss, expand_advantage_to_per_token
 
 from swift_megatron_grpo.settings.distillation import Rlsd, Sdar
-from swift_megatron_grpo.settings.losses import Correction, Fipo, LossConfig
+from swift_megatron_grpo.settings.losses import Correction, Fipo, LossConfig, Vespo
 from swift_megatron_grpo.training.loss import LOSSES, effective_sample_size
 from swift_megatron_grpo.training.loss.policies import discounted_future_sum
 from swift_megatron_grpo.types import Sample
@@ -54,6 +54,9 @@ VARIANTS = {
     **{f"kl-{estimator}": replace(PLAIN, kl_estimator=estimator) for estimator in ("k1", "abs", "k2")},
     "kl-corrected": replace(PLAIN, use_bias_correction_kl=True),
     "kl-corrected-sequence": replace(PLAIN, use_bias_correction_kl=True, importance_sampling_level="sequence"),
+    "vespo-sharp": replace(
+        PLAIN, vespo=Vespo(vespo_k_pos=0.5, vespo_lambda_pos=1.5, vespo_k_neg=1.0, vespo_lambda_neg=0.7)
+    ),
     "fipo-wide": replace(
         PLAIN,
         fipo=Fipo(fipo_decay_rate=3.0, fipo_clip_range=0.5, fipo_clip_high_only=False, fipo_safety_threshold=1.2),
