@@ -32,6 +32,8 @@ ALGORITHMS: dict[str, list[str]] = {
     "real": ["--loss_type", "real", "--micro_batch_size", "8", *OFF_POLICY],
     "luspo": ["--loss_type", "luspo", "--importance_sampling_level", "sequence", *OFF_POLICY],
     "vespo": ["--loss_type", "vespo", *OFF_POLICY],
+    "dppo_tv": ["--loss_type", "dppo_tv", *OFF_POLICY],
+    "dppo_kl": ["--loss_type", "dppo_kl", "--epsilon", "0.05", *OFF_POLICY],
     "gspo": ["--importance_sampling_level", "sequence", *OFF_POLICY],
     "gspo_token": ["--importance_sampling_level", "sequence_token", *OFF_POLICY],
     "rloo": ["--advantage_estimator", "rloo", "--beta", "0.001"],

@@ -15,7 +15,7 @@ CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "s
 # By --loss_type: does the loss clip the ratio? The functions are training.loss.LOSSES. Plugins add to both.
 CLIPS_RATIO = {
     "grpo": True, "bnpo": True, "dr_grpo": True, "dapo": True, "luspo": True, "cispo": False, "sapo": False,
-    "vespo": False, "real": False, "fipo": True,
+    "vespo": False, "dppo_tv": False, "dppo_kl": False, "real": False, "fipo": True,
 }  # fmt: skip
 
 

@@ -94,6 +94,7 @@ _TRUNCATION = values_of(
 )
 _POLICY_LOSSES = choice({
     "vanilla": {}, "gspo": {"importance_sampling_level": "sequence"}, "cispo": {"loss_type": "cispo"},
+    "dppo_tv": {"loss_type": "dppo_tv"}, "dppo_kl": {"loss_type": "dppo_kl"},
 })  # fmt: skip
 
 

@@ -36,6 +36,8 @@ LOSSES: dict[str, Loss] = {
     "cispo": Loss(policies.cispo, averages.over_tokens),
     "sapo": Loss(policies.sapo, averages.over_sequences),
     "vespo": Loss(policies.vespo, averages.over_tokens),
+    "dppo_tv": Loss(policies.dppo_tv, averages.over_tokens),
+    "dppo_kl": Loss(policies.dppo_kl, averages.over_tokens),
     "fipo": Loss(policies.fipo, averages.over_tokens),
     "real": Loss(None, averages.over_tokens),
 }

@@ -94,6 +94,10 @@ def policy_loss(step: Step, i: int, t: int, now: Value, ratios: list[Value], con
         return -(4 / tau) / (1 + (-tau * (r - 1)).exp()) * advantage
     if config.name == "vespo":
         return -vespo_weight(log_ratios(step, i, now), advantage, config) * advantage * now[t]
+    if config.name in ("dppo_tv", "dppo_kl"):
+        old = step.samples[i].old_logprobs
+        kept = is_near(now[t].item(), now[t].item() if old is None else old[t], advantage, config)
+        return -min(r.item(), 20.0) * advantage * now[t] * kept
     loss = -surrogate(r, advantage, config)
     if config.name == "fipo":
         loss = loss * fipo_weight(log_ratios(step, i, now), ratios, t, advantage, config)
@@ -111,6 +115,18 @@ def surrogate(r: Value, advantage: float, config: LossConfig) -> Value:
     if config.dual_clip is not None and advantage < 0 and gain < config.dual_clip * advantage:
         gain = number(config.dual_clip * advantage)
     return gain
+
+
+def is_near(now: float, old: float, advantage: float, config: LossConfig) -> bool:
+    """Return False if DPPO masks the token: both policies are taken as coins that show this token or another."""
+    p, q = math.exp(now), math.exp(old)
+    limit = config.high if advantage > 0 else config.epsilon
+    if (p <= q) if advantage > 0 else (p >= q):
+        return True
+    if config.name == "dppo_tv":
+        return abs(p - q) <= limit
+    others = [max(1 - x, 0) + 1e-8 for x in (q, p)]
+    return q * math.log(q / p) + (1 - q) * math.log(others[0] / others[1]) <= limit
 
 
 def vespo_weight(log_ratio: list[Value], advantage: float, config: LossConfig) -> float:

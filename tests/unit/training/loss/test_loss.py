@@ -54,6 +54,7 @@ VARIANTS = {
     **{f"kl-{estimator}": replace(PLAIN, kl_estimator=estimator) for estimator in ("k1", "abs", "k2")},
     "kl-corrected": replace(PLAIN, use_bias_correction_kl=True),
     "kl-corrected-sequence": replace(PLAIN, use_bias_correction_kl=True, importance_sampling_level="sequence"),
+    "near": replace(PLAIN, epsilon=0.01, epsilon_high=0.02),
     "vespo-sharp": replace(
         PLAIN, vespo=Vespo(vespo_k_pos=0.5, vespo_lambda_pos=1.5, vespo_k_neg=1.0, vespo_lambda_neg=0.7)
     ),
