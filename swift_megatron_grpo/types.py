@@ -172,6 +172,7 @@ class Sample:
     tag: str | None = None  # of its row, which picks its teacher; None: there are not several
     rollout_logprobs: list[float] | None = None  # [c]
     selected: list[bool] | None = None  # [c] False: --top_entropy_quantile excludes the token from the policy loss
+    sft_weights: list[float] | None = None  # [c] of a given answer, which SFT trains; None: the policy has sampled it
     left_out: int = 0  # tokens that --overlong_filter excludes; the loss's denominators count them, as in ms-swift
     images: tuple[PlacedImage, ...] = ()  # in the order of their tokens
     # of the first tokens; below 0, and in all further rows: the router chooses. None: it chooses for all tokens

@@ -27,9 +27,12 @@ class Normalisers:
     loss_sequences: int  # including those that --overlong_filter removes; divisor of losses
     loss_tokens: int  # trained tokens of loss_sequences
     loss_groups: int  # groups of loss_sequences
+    sft_tokens: int  # trained tokens of given answers, which none of the others counts
 
 
 def count(samples: Sequence[Sample]) -> Normalisers:
+    answers = [sample for sample in samples if sample.sft_weights is not None]
+    samples = [sample for sample in samples if sample.sft_weights is None]
     trained = [sum(sample.completion_mask) for sample in samples]
     in_loss = [tokens + sample.left_out for tokens, sample in zip(trained, samples, strict=True)]
     return Normalisers(
@@ -38,6 +41,7 @@ def count(samples: Sequence[Sample]) -> Normalisers:
         loss_sequences=sum(t > 0 for t in in_loss),
         loss_tokens=sum(in_loss),
         loss_groups=len({sample.group for t, sample in zip(in_loss, samples, strict=True) if t > 0}),
+        sft_tokens=sum(sum(sample.completion_mask) for sample in answers),
     )
 
 
@@ -80,6 +84,7 @@ class MicroBatch:
     teacher_ratios: torch.Tensor | None  # [m] fp32, log(teacher / policy); None: there is no teacher
     teacher_logprobs: torch.Tensor | None  # [m] fp32, with SDAR in place of teacher_ratios
     rollout_logprobs: torch.Tensor | None  # [m] fp32, from the inference engine
+    sft_weights: torch.Tensor | None  # [m] fp32, of given answers; None: the policy has sampled the sequences
     selected: torch.Tensor | None  # [m] fp32, 0 for tokens that the policy loss skips
     groups: torch.Tensor  # [s] group of a sequence, numbered within the micro batch
     num_groups: int
@@ -106,7 +111,6 @@ def collate(
     layout = lay_out(chosen, align, share_prompts)
     lengths = layout.lengths
     tokens, targets, predicting = _pack(chosen, layout)
-    positions = _positions(chosen, layout)
     shown, of_images = pack_images(chosen, layout)
     held = [torch.tensor(zigzag_positions(lengths, rank, cp_size)) for rank in range(cp_size)]
     local = held[cp_rank]
@@ -142,7 +146,7 @@ def collate(
         inputs=ModelInputs(
             input_ids=to_device(tokens[local][None]),
             packed_ids=to_device(tokens[None]),
-            position_ids=to_device(positions[..., None, local]),
+            position_ids=to_device(_positions(chosen, layout)[..., None, local]),
             cu_seqlens=to_device(_starts(lengths)),
             max_seqlen=max(lengths),
             head_positions=to_device(places),
@@ -161,6 +165,7 @@ def collate(
         teacher_ratios=per_token([s.teacher_ratios for s in chosen], "teacher"),
         teacher_logprobs=per_token([s.teacher_logprobs for s in chosen], "teacher"),
         rollout_logprobs=per_token([s.rollout_logprobs for s in chosen], "rollout"),
+        sft_weights=per_token([s.sft_weights for s in chosen], "SFT"),
         selected=per_token([s.selected for s in chosen], "selected"),
         groups=to_device(torch.tensor([number[sample.group] for sample in chosen])),
         num_groups=len(number),

@@ -101,7 +101,9 @@ class Passes:
 
         def forward_step(iterator: Iterator[MicroBatch], model: MegatronModule) -> tuple[torch.Tensor, Any]:
             batch = next(iterator)
-            output = self._forward(model, batch.inputs, "entropy" in outputs, routers)
+            # The policy has not sampled the answers of SFT, so the temperature of sampling is not theirs.
+            temperature = self.settings.temperature if batch.sft_weights is None else 1.0
+            output = self._forward(model, batch.inputs, temperature, "entropy" in outputs, routers)
             return output, partial(self._on_completion, reduce, batch)
 
         interleaved = len(self.models) > 1
@@ -122,12 +124,16 @@ class Passes:
         return results, routers
 
     def _forward(
-        self, model: MegatronModule, inputs: ModelInputs, entropy: bool, routers: PassRouters | None
+        self,
+        model: MegatronModule,
+        inputs: ModelInputs,
+        temperature: float,
+        entropy: bool,
+        routers: PassRouters | None,
     ) -> torch.Tensor:
         """Return the hidden states for the next stage; on the last one [1, k, 1 or 2] log-probs and entropies."""
         unwrapped = unwrap_model([model])[0]
         routing = nullcontext() if routers is None else routers.forward(unwrapped, inputs.routing)
-        temperature = self.settings.temperature
         with log_prob_head(language_model(unwrapped), inputs, temperature, entropy, self.parallel), routing:
             output: torch.Tensor = model(
                 input_ids=inputs.packed_ids if is_composite(unwrapped) else inputs.input_ids,
