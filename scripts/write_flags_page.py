@@ -25,7 +25,7 @@ PAGE = REPOSITORY / "docs" / "flags.md"
 AREAS = {
     "Start, stop and time limits": ("Check", "TimeLimits", "Trace", "Warnings"),
     "Rewards and evaluation": ("Rewards", "RewardModels", "Evaluation"),
-    "Algorithm": ("Algorithm", "LossConfig", "Vespo", "Correction", "Kl", "Routing"),
+    "Algorithm": ("Algorithm", "LossConfig", "Vespo", "Chord", "Correction", "Kl", "Routing"),
     "Data": ("Data",),
     "Batches and speed": ("MicroBatches", "Kernels", "Offloading"),
     "Reference and teacher": ("Reference", "Teacher", "Rlsd", "Sdar"),

@@ -30,7 +30,7 @@ def _all(flags: str, allowed: tuple[Any, ...], why: str, stock: bool = True) -> 
     return dict.fromkeys(flags.split(), Refusal(allowed, why, stock))
 
 
-_GENERATED = "exactly the tokens that the policy generated are trained"
+_GENERATED = "exactly the tokens that the policy generated are trained; it weights answers (--chord_sft_dataset) only"
 _PACKED = "sequences are always packed, without padding between them"
 _LOW_BITS = "training below 16 bits is not supported yet"
 _OVERLAP = "this overlap is not supported yet"
@@ -102,6 +102,8 @@ NOT_YET: Mapping[str, Refusal] = {
     **_all("ray_exp_name device_groups", (None,), "ranks are started by torchrun"),
 }
 
+# Of these, the flags that choose and weight the tokens of given answers: with --chord_sft_dataset they are accepted.
+OF_ANSWERS = ("loss_scale", "is_binary_loss_scale")
 
 # Flags that only some runs read: what such a run has, its test, and the flags.
 READ_WITH: tuple[tuple[str, Callable[[Mapping[str, Any]], bool], str], ...] = (
@@ -135,6 +137,11 @@ READ_WITH: tuple[tuple[str, Callable[[Mapping[str, Any]], bool], str], ...] = (
     (
         "--reward_model", lambda run: run["reward_model"] is not None,
         "reward_model_plugin reward_model_timeout reward_model_type reward_template reward_adapters",
+    ),
+    (
+        "--chord_sft_dataset", lambda run: bool(run["chord_sft_dataset"]),
+        "chord_sft_per_device_train_batch_size chord_enable_phi_function chord_mu_warmup_steps chord_mu_decay_steps "
+        "chord_mu_peak chord_mu_valley",
     ),
     ("--dynamic_sample true", lambda run: run["dynamic_sample"], "max_resample_times spare_groups"),
     (
@@ -173,6 +180,8 @@ READ_WITH: tuple[tuple[str, Callable[[Mapping[str, Any]], bool], str], ...] = (
 def refusals(values: Mapping[str, Any]) -> Iterator[str]:
     """Yield a message for every flag whose value this trainer does not support."""
     for flag, refusal in NOT_YET.items():
+        if flag in OF_ANSWERS and values["chord_sft_dataset"]:
+            continue
         value = values[flag].name if isinstance(values[flag], Enum) else values[flag]
         if value in refusal.allowed:
             continue

@@ -22,6 +22,7 @@ GRPOLoop.train_step
  |       '- reference log-probs              Reference.infer, if beta > 0 and KL is in the loss
  |- TrainingBatches.next
  |- entropies, select_tokens                 with --top_entropy_quantile < 1
+ |- AnswerSource.of_step                     with --chord_sft_dataset
  |- MegatronEngine.train_step                forward, backward, update
  '- KlController.observe                     adaptive beta
 
@@ -49,7 +50,7 @@ from swift_megatron_grpo.loop.training_batches import TrainingBatches
 from swift_megatron_grpo.output.recording.unfinished import UnfinishedRollout, save_unfinished
 from swift_megatron_grpo.settings.config import GRPOConfig
 from swift_megatron_grpo.settings.losses import LossConfig
-from swift_megatron_grpo.training.loss import effective_sample_size, make_loss, reads_entropy
+from swift_megatron_grpo.training.loss import effective_sample_size, make_loss, reads_entropy, with_answers
 from swift_megatron_grpo.training.loss.kl import KlController, divergences
 from swift_megatron_grpo.training.passes import Output
 from swift_megatron_grpo.types import Graded, Prompt, Sample
@@ -165,7 +166,13 @@ class GRPOLoop:
         with step.timer("train"):
             self.stages.residency.for_training()
             loss = make_loss(self._loss_of_step(step))
-            step.metrics.update(effective_sample_size(training.train_step(samples, loss, self._outputs)))
+            answers: list[Sample] = []
+            if self.stages.answers is not None:
+                step.metrics["chord/mu"] = mu = self.config.chord.mu(self._weights_version)
+                loss = with_answers(loss, mu, self.config.chord.chord_enable_phi_function)
+                answers = self.stages.answers.of_step(self._weights_version) if mu > 0 else []
+            metrics = training.train_step([*samples, *answers], loss, self._outputs)
+            step.metrics.update(effective_sample_size(metrics))
         step.metrics["speed/train_tflop"] = training.flops_of_last_step / 1e12
         self._weights_version += 1
         if self.stages.moving_reference is not None:

@@ -58,7 +58,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def __init__(self, args: GRPOArguments, template: Template, vllm_client: Start) -> None:
         """Build the models. `vllm_client`: ms-swift's name for what plugin/register.py prepares."""
         self.settings, self.rewards, self.remote = vllm_client.settings, vllm_client.rewards, vllm_client.servers
-        self.teacher = vllm_client.teacher
+        self.teacher, self.answers = vllm_client.teacher, vllm_client.answers
         self.coordinator, self.stop, self._locked = vllm_client.coordinator, vllm_client.stop, vllm_client.locked
         self._merged = ExitStack()
         self._is_set_up = False
@@ -132,6 +132,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         inputs = RunInputs(
             template=self.template,
             train_rows=train_rows,
+            answers=self.answers,
             image_reader=ImageReader(self.template) if media else None,
             media=media,
             rewards=self.rewards,

@@ -190,6 +190,7 @@ def fake_run(
     parts: Any = SimpleNamespace(
         prompts=PromptSource(ROWS, seed=1, shuffle=True, taken=rollouts_done * PROMPTS),
         spare_prompts=PromptSource(ROWS, 2, True, label="spare-"),
+        answers=None,
         image_reader=None, generation=engine, sync=engine, coordinator=ranks, replay=None, training=policy,
         rewards=RewardFunctions(["length"], [length]),
         reference=Reference(events) if loss.beta else None,

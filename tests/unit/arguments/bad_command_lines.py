@@ -176,7 +176,6 @@ _RANGES = """
 --off_policy_sequence_mask_delta nan
 --off_policy_sequence_mask_delta -1
 --fipo_clip_range -1
---loss_type fipo --fipo_clip_range -0.5 -> fipo_clip_range
 --fipo_safety_threshold 0
 --virtual_pipeline_model_parallel_size 0
 --max_length 100000000
@@ -242,6 +241,7 @@ _CONTRADICTIONS = """
 --kl_target 0.1 -> kl_target & beta
 --delta 3 --dual_clip 3 -> delta & dual_clip
 --loss_type sapo --delta 3 -> delta
+--chord_sft_dataset DATA --chord_mu_peak 0.5 -> chord_sft_dataset & chord_mu_valley 0.05
 --scale_rewards gdpo --advantage_estimator rloo -> scale_rewards
 --infer_batch_size 4 --infer_max_tokens_per_micro_batch 1000 -> infer_batch_size
 --share_prompts true --micro_batch_size 1 -> share_prompts
