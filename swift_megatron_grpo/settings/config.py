@@ -9,7 +9,6 @@ import torch
 
 from swift_megatron_grpo.settings import algorithm, batches, flag, losses, run, time_limits, trained
 from swift_megatron_grpo.settings.adapter import Adapter
-from swift_megatron_grpo.settings.chord import Chord
 from swift_megatron_grpo.settings.recording import CompletionLogging, Recording
 from swift_megatron_grpo.settings.reference import Reference
 from swift_megatron_grpo.settings.rewards import BadRewardPolicy
@@ -138,7 +137,6 @@ class GRPOConfig(flag.Flags):
     log: CompletionLogging
     kl: losses.Kl
     loss: losses.LossConfig
-    chord: Chord
     reference: Reference
     teacher: Teacher
     deadlines: time_limits.TimeLimits

@@ -54,7 +54,7 @@ class Policy:
     events: list[str]
     parameter: torch.Tensor = field(default_factory=lambda: torch.tensor(-2.0))
     trained: list[list[Sample]] = field(default_factory=list)  # by step, as they were at its start
-    losses: list[Any] = field(default_factory=list)
+    betas: list[float] = field(default_factory=list)
     kl: float | None = None  # that a step reports
     parallel = None  # the place of this rank
     flops_of_last_step = 2e12
@@ -75,7 +75,6 @@ class Policy:
 
     def train_step(self, samples: Sequence[Sample], loss: Any, outputs: Sequence[str]) -> dict[str, float]:
         self.events.append("train")
-        self.losses.append(loss)
         self.trained.append([deepcopy(sample) for sample in samples])
         self.parameter += STEP
         return {"loss": 0.0, "grad_norm": 1.0, **({} if self.kl is None else {"kl": self.kl})}
@@ -190,7 +189,6 @@ def fake_run(
     parts: Any = SimpleNamespace(
         prompts=PromptSource(ROWS, seed=1, shuffle=True, taken=rollouts_done * PROMPTS),
         spare_prompts=PromptSource(ROWS, 2, True, label="spare-"),
-        answers=None,
         image_reader=None, generation=engine, sync=engine, coordinator=ranks, replay=None, training=policy,
         rewards=RewardFunctions(["length"], [length]),
         reference=Reference(events) if loss.beta else None,

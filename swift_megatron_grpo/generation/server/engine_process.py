@@ -293,7 +293,7 @@ class EngineCommands:
         ):
             shown = await asyncio.to_thread(portable_images, completion.infos["images"])
             completion = replace(completion, infos={**completion.infos, "images": shown})
-        return (completion if experts else replace(completion, routed_experts=None)).to_json()
+        return (completion if experts else completion.without_experts()).to_json()
 
     async def put_image(self, kind: str, digest: str, image: str) -> dict[str, Any]:
         self._images.put(f"{kind} {digest}", image)  # a request must not name an image as a recording
