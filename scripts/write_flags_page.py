@@ -25,10 +25,10 @@ PAGE = REPOSITORY / "docs" / "flags.md"
 AREAS = {
     "Start, stop and time limits": ("Check", "TimeLimits", "Trace", "Warnings"),
     "Rewards and evaluation": ("Rewards", "RewardModels", "Evaluation"),
-    "Algorithm": ("Algorithm", "LossConfig", "Correction", "Kl", "Routing"),
+    "Algorithm": ("Algorithm", "LossConfig", "Vespo", "Chord", "Correction", "Kl", "Routing"),
     "Data": ("Data",),
     "Batches and speed": ("MicroBatches", "Kernels", "Offloading"),
-    "Reference and teacher": ("Reference", "Teacher"),
+    "Reference and teacher": ("Reference", "Teacher", "Rlsd", "Sdar"),
     "vLLM and servers": ("Sampling", "Servers", "ApiKey", "Asynchronous"),
     "LoRA, quantization and weight sync": ("Adapter",),
     "Rollouts on disk": ("Recording",),

@@ -6,7 +6,7 @@ m completion tokens of a packed micro batch, s samples, k experts of a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, ClassVar, Literal
@@ -19,8 +19,20 @@ import torch
 # Not numpy's NDArray, which is not a class from numpy 2.5 on: messages compare the types of their fields with values.
 ExpertRows = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
-AGENT_ERROR = "agent_error"  # in the infos of a completion whose agent failed: it has no valid reward
+# Consecutive sampled tokens that weights of one version generated: the version, and the number of tokens.
+Span = tuple[int, int]
+
 Quantization = Literal["none", "fp8"]  # of the engine: --rollout_quantization
+
+
+def span_problem(spans: Sequence[Sequence[int]], oldest: int, sampled: int) -> str | None:
+    """Return why these cannot be the spans of `sampled` tokens, the first of version `oldest`; None: they can."""
+    versions, tokens = [version for version, _ in spans], [count for _, count in spans]
+    if versions[:1] != [oldest] or versions != sorted(set(versions)):
+        return f"their versions do not ascend from {oldest}"
+    if min(tokens) < 1 or sum(tokens) != sampled:
+        return f"they are not of {sampled} sampled tokens"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,32 +44,8 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenSequence:
-    """Tokens that the policy sampled in one context, with that context. The fields are those of Rollout."""
-
-    prompt_ids: list[int]
-    completion_ids: list[int]
-    logprobs: list[float] | None
-    sampled: list[bool] | None = None
-    routed_experts: ExpertRows | None = field(default=None, compare=False)
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.prompt_ids + self.completion_ids
-
-    @property
-    def sampled_mask(self) -> list[bool]:
-        """True for each completion token that the policy sampled, [c]."""
-        return [True] * len(self.completion_ids) if self.sampled is None else self.sampled
-
-
-@dataclass(frozen=True, slots=True)
 class Rollout:
-    """One completion of one prompt, token by token as the engine produced it.
-
-    A conversation of which later turns were sampled in other contexts has several sequences. The fields of tokens are
-    those of the last one.
-    """
+    """One completion of one prompt, token by token as the engine produced it."""
 
     prompt: Prompt
     prompt_ids: list[int]  # [p] as sent to the engine
@@ -65,18 +53,12 @@ class Rollout:
     logprobs: list[float] | None  # of the sampled tokens, under the engine's weights, at the sampling temperature
     text: str  # decoded completion; with several turns the last turn
     finish_reason: str  # "stop" or "length"
-    weights_version: int  # version of the weights that generated it
+    weights_version: int  # version of the weights that generated it; with several, the oldest
     sampled: list[bool] | None = None  # [c] True for tokens that the policy sampled; None: all
     messages: list[dict[str, Any]] | None = None  # with several turns: the conversation, with the last response
     infos: dict[str, Any] = field(default_factory=dict)  # rollout_infos of ms-swift's schedulers
+    spans: list[Span] | None = None  # of the sampled tokens, in order; None: one version generated all
     routed_experts: ExpertRows | None = field(default=None, compare=False)  # of the first tokens, by the engine
-    earlier: tuple[TokenSequence, ...] = ()  # the other sequences of this completion
-
-    @property
-    def sequences(self) -> tuple[TokenSequence, ...]:
-        """All sequences, each of which is trained."""
-        last = TokenSequence(self.prompt_ids, self.completion_ids, self.logprobs, self.sampled, self.routed_experts)
-        return *self.earlier, last
 
     @property
     def truncated(self) -> bool:
@@ -84,9 +66,19 @@ class Rollout:
         return self.finish_reason == "length"
 
     @property
+    def sampled_mask(self) -> list[bool]:
+        """True for each completion token that the policy sampled, [c]."""
+        return [True] * len(self.completion_ids) if self.sampled is None else self.sampled
+
+    @property
     def length(self) -> int:
         """Number of tokens that the policy sampled."""
-        return sum(sum(sequence.sampled_mask) for sequence in self.sequences)
+        return sum(self.sampled_mask)
+
+    @property
+    def spans_of_weights(self) -> list[Span]:
+        """The spans of its sampled tokens, also if there is one alone."""
+        return [(self.weights_version, self.length)] if self.spans is None else self.spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +93,7 @@ class Graded:
     @property
     def outcome(self) -> Outcome:
         rollout = self.rollout
-        sequences = len(rollout.sequences)
-        return Outcome(self.rewards, self.reward, rollout.length, rollout.truncated, rollout.infos, sequences)
+        return Outcome(self.rewards, self.reward, rollout.length, rollout.truncated, rollout.infos)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +105,6 @@ class Outcome:
     length: int  # tokens that the policy sampled
     truncated: bool
     infos: dict[str, Any]
-    sequences: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,15 +182,16 @@ class Sample:
     completion_mask: list[bool]  # [t] True if the policy sampled the token and the loss counts it
     advantage: float
     group: int = 0  # shared by the completions of one prompt
-    completion: int = -1  # shared by the sequences of one completion; below 0: this is its only one
     truncated: bool = False
     old_logprobs: list[float] | None = None  # [c]
     ref_logprobs: list[float] | None = None  # [c]
     teacher_ratios: list[float] | None = None  # [c] log(teacher / policy), by the weights that trained it first
+    teacher_logprobs: list[float] | None = None  # [c] with SDAR, which compares the teacher with the current policy
     teacher_tokens: list[int] | None = None  # the completion after the teacher's own prompt; None: as in `tokens`
     tag: str | None = None  # of its row, which picks its teacher; None: there are not several
     rollout_logprobs: list[float] | None = None  # [c]
     selected: list[bool] | None = None  # [c] False: --top_entropy_quantile excludes the token from the policy loss
+    sft_weights: list[float] | None = None  # [c] of a given answer, which SFT trains; None: the policy has sampled it
     left_out: int = 0  # tokens that --overlong_filter excludes; the loss's denominators count them, as in ms-swift
     images: tuple[PlacedImage, ...] = ()  # in the order of their tokens
     # of the first tokens; below 0, and in all further rows: the router chooses. None: it chooses for all tokens

@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from swift.dataset import load_dataset
 from swift.model import model_meta
 from swift.template import Template
 from swift.utils import get_logger
@@ -28,7 +29,14 @@ from swift_megatron_grpo.arguments.models import check_engine, faults_of_model
 from swift_megatron_grpo.arguments.refused import refusals
 from swift_megatron_grpo.arguments.resume import apply_resume, check_ranks_agree, raise_if_finished, typed_flags
 from swift_megatron_grpo.arguments.start_up_log import start_up_lines
-from swift_megatron_grpo.data.checks import check_rows, check_tags, checked_loading, without_row_numbers
+from swift_megatron_grpo.data.answers import Answer, encode_answers
+from swift_megatron_grpo.data.checks import (
+    check_no_earlier_turns,
+    check_rows,
+    check_tags,
+    checked_loading,
+    without_row_numbers,
+)
 from swift_megatron_grpo.data.encoded_rows import check_images, check_prompts, check_teacher_prompts, read_images
 from swift_megatron_grpo.data.evaluation_sets import rows_by_name
 from swift_megatron_grpo.data.files import downloaded
@@ -161,6 +169,22 @@ class GRPOArguments(DerivedArguments):
             raise ValueError(f"{' or '.join(flags)}: {problem}") from problem
         return datasets
 
+    def load_answers(self, template: Template) -> list[Answer]:
+        """Return the encoded rows of --chord_sft_dataset. They may be as long as a prompt with its completion."""
+        sources: list[str] = vars(self)["chord_sft_dataset"] or []
+        if not sources:
+            return []
+        longest = None if self.max_length is None else self.max_length + self.max_completion_length
+        try:
+            with checked_loading():
+                rows, _ = load_dataset(sources, split_dataset_ratio=0, shuffle=False, **self.get_dataset_kwargs())
+            answers, left_out = encode_answers(rows, template, longest, self.truncation_strategy == "delete")
+        except ValueError as problem:
+            raise ValueError(f"--chord_sft_dataset: {problem}") from problem
+        if left_out:
+            logger.info(f"--chord_sft_dataset: {left_out} rows of more than {longest} tokens are left out")
+        return answers
+
     def checked_datasets(self, train_dataset: Any, val_dataset: Any, template: Template) -> tuple[Any, Any]:
         """Check all rows, count their images, and apply --truncation_strategy."""
         rows = {"dataset": train_dataset, "val_dataset": val_dataset}
@@ -173,6 +197,8 @@ class GRPOArguments(DerivedArguments):
                     faults_of(check_rows, dataset, self.takes_images, self.takes_recordings, self.takes_videos),
                     faults_of_columns(self.reward_funcs, dataset),
                 )
+                if self.loss_scale.startswith("default"):
+                    faults = chain(faults, faults_of(check_no_earlier_turns, dataset))
                 raise_faults(f"--{name}: {fault}" for fault in faults)
                 images = read_images(dataset, template, self.takes_images, sent=self.uses_servers)
                 heard.append(max((row.recordings for row in images), default=0))

@@ -12,6 +12,7 @@ prompts.py       take prompts in an order that depends only on the seed
 recordings.py       Recordings of rows: their files, the limits on them, and the samples that engine and trainer hear.
 videos.py        Videos of rows: their files, the limits on them, and the frames that engine and trainer see.
 teacher_prompts.py  a second prompt of a row, which only the teacher reads
+answers.py       rows with answers for SFT, encoded once, before the model loads
 
 Tested by tests/unit/data and tests/unit/loop/test_rollouts.py.
 """

@@ -43,7 +43,7 @@ _OF_A_TURN = 64  # more tokens than a chat template adds to a turn
 T = TypeVar("T")
 
 
-def _on_all_ranks(work: Callable[[int], T], rows: int) -> list[T]:
+def on_all_ranks(work: Callable[[int], T], rows: int) -> list[T]:
     """Return the result for every row; rank r works on rows r, r + ranks, ... A dry run has one process."""
     if not dist.is_initialized():
         return [work(row) for row in range(rows)]
@@ -82,7 +82,7 @@ def read_images(dataset: Any, template: Any, takes_images: bool, sent: bool) -> 
         return [ImagesOfRow(0)] * len(dataset)
     reader = ImageReader(template)
     written = placeholder_texts(template.processor)
-    return _on_all_ranks(lambda row: check_row(dataset[row], reader, written, sent), len(dataset))
+    return on_all_ranks(lambda row: check_row(dataset[row], reader, written, sent), len(dataset))
 
 
 def check_row(
@@ -233,7 +233,7 @@ def check_teacher_prompts(
         [prompt] = prompts.take(1)
         return len(encoder.encode(request(teacher_prompt(prompt)))["input_ids"])
 
-    lengths = _on_all_ranks(length, len(dataset))
+    lengths = on_all_ranks(length, len(dataset))
     long = [(row, f"has {tokens}") for row, tokens in enumerate(lengths) if max_length and tokens > max_length]
     advice = f"; use --max_length {max(lengths)}, or shorter texts"
     refuse_rows(dataset, long, f"have a {COLUMN} of more tokens than --max_length {max_length}", advice)
@@ -284,7 +284,7 @@ def _encode(
         except Exception as error:  # whatever ms-swift and the tokenizer raise
             return EncodedRow(0, problem=f"raises {type(error).__name__}: {str(error)[:300]}")
 
-    return _on_all_ranks(encoded, len(dataset))
+    return on_all_ranks(encoded, len(dataset))
 
 
 def _most_tokens(row: dict[str, Any]) -> int | None:

@@ -53,7 +53,11 @@ class PromptSource:
 
     def _order(self, epoch: int) -> list[int]:
         if self._order_of_epoch[0] != epoch:
-            generator = torch.Generator().manual_seed(self._seed + epoch)
-            shuffled = torch.randperm(self.rows, generator=generator)
-            self._order_of_epoch = (epoch, shuffled.tolist() if self._shuffle else list(range(self.rows)))
+            order = shuffled(self.rows, self._seed + epoch) if self._shuffle else list(range(self.rows))
+            self._order_of_epoch = (epoch, order)
         return self._order_of_epoch[1]
+
+
+def shuffled(rows: int, seed: int) -> list[int]:
+    """Return the numbers of all rows in the order of a seed."""
+    return torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).tolist()

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from swift_megatron_grpo.data.answers import Answer, AnswerSource
 from swift_megatron_grpo.data.evaluation_sets import rows_by_name
 from swift_megatron_grpo.data.image_reader import ImageReader
 from swift_megatron_grpo.data.prompts import PromptSource
@@ -89,6 +90,7 @@ class RunInputs:
 
     template: Any  # of ms-swift
     train_rows: Sequence[dict[str, Any]]
+    answers: Sequence[Answer]  # of --chord_sft_dataset
     image_reader: ImageReader | None  # None: no row has media
     media: frozenset[str]  # image, video, audio: that rows have
     rewards: RewardFunctions
@@ -192,6 +194,7 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, fi
     dump, earlier = _dump(config, run, first_new_rollout)
     return Stages(
         prompts=prompt_source(config, run, taken=run.rollouts_done * config.batch.rollout_prompts),
+        answers=_answers(config, run),
         spare_prompts=prompt_source(config, run, spare=True),
         image_reader=run.image_reader,
         generation=generation,
@@ -318,6 +321,12 @@ def prompt_source(config: GRPOConfig, run: RunInputs, spare: bool = False, taken
         taken,
         label="spare-" if spare else "",
     )
+
+
+def _answers(config: GRPOConfig, run: RunInputs) -> AnswerSource | None:
+    micro_batches = config.batch.global_batch_size // config.batch.micro_batch_size
+    per_step = config.chord.answers(micro_batches)
+    return AnswerSource(run.answers, config.data.seed, per_step) if run.answers else None
 
 
 def evaluation(config: GRPOConfig, template: Any, rows: Any, loop: GRPOLoop) -> Evaluation:

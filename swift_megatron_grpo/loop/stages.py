@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from swift_megatron_grpo.data.answers import AnswerSource
 from swift_megatron_grpo.data.image_reader import ImageReader
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.data.teacher_prompts import TeacherPrompts
@@ -26,6 +27,7 @@ from swift_megatron_grpo.training.reference import MovingReference, Reference
 @dataclass(frozen=True)
 class Stages:
     prompts: PromptSource
+    answers: AnswerSource | None  # which SFT trains in the same steps; None: there are none
     spare_prompts: PromptSource  # for --dynamic_sample, in another order
     image_reader: ImageReader | None  # None: the prompts are text
     generation: GenerationEngine | None  # None: completions are replayed

@@ -22,6 +22,7 @@ GRPOLoop.train_step
  |       '- reference log-probs              Reference.infer, if beta > 0 and KL is in the loss
  |- TrainingBatches.next
  |- entropies, select_tokens                 with --top_entropy_quantile < 1
+ |- AnswerSource.of_step                     with --chord_sft_dataset
  |- MegatronEngine.train_step                forward, backward, update
  '- KlController.observe                     adaptive beta
 
@@ -47,9 +48,9 @@ from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.step_context import PhaseTimer, StepContext
 from swift_megatron_grpo.loop.training_batches import TrainingBatches
 from swift_megatron_grpo.output.recording.unfinished import UnfinishedRollout, save_unfinished
-from swift_megatron_grpo.packing.collate import num_completions
 from swift_megatron_grpo.settings.config import GRPOConfig
-from swift_megatron_grpo.training.loss import effective_sample_size, make_loss, reads_entropy
+from swift_megatron_grpo.settings.losses import LossConfig
+from swift_megatron_grpo.training.loss import effective_sample_size, make_loss, reads_entropy, with_answers
 from swift_megatron_grpo.training.loss.kl import KlController, divergences
 from swift_megatron_grpo.training.passes import Output
 from swift_megatron_grpo.types import Graded, Prompt, Sample
@@ -164,14 +165,29 @@ class GRPOLoop:
                 self._select_tokens(samples, step)
         with step.timer("train"):
             self.stages.residency.for_training()
-            loss = make_loss(replace(self.config.loss, beta=self.kl_controller.value))
-            step.metrics.update(effective_sample_size(training.train_step(samples, loss, self._outputs)))
+            loss = make_loss(self._loss_of_step(step))
+            answers: list[Sample] = []
+            if self.stages.answers is not None:
+                step.metrics["chord/mu"] = mu = self.config.chord.mu(self._weights_version)
+                loss = with_answers(loss, mu, self.config.chord.chord_enable_phi_function)
+                answers = self.stages.answers.of_step(self._weights_version) if mu > 0 else []
+            metrics = training.train_step([*samples, *answers], loss, self._outputs)
+            step.metrics.update(effective_sample_size(metrics))
         step.metrics["speed/train_tflop"] = training.flops_of_last_step / 1e12
         self._weights_version += 1
         if self.stages.moving_reference is not None:
             self.stages.moving_reference.after_step(self._weights_version)
         if self.kl_controller.adapts and not self.config.kl.kl_in_reward:
-            self._adapt_beta(step.metrics["kl"], num_completions(samples), step)
+            self._adapt_beta(step.metrics["kl"], len(samples), step)
+
+    def _loss_of_step(self, step: StepContext) -> LossConfig:
+        """Return the loss with its weights that change from step to step: beta, and RLSD's from rollout to rollout."""
+        loss, rlsd = replace(self.config.loss, beta=self.kl_controller.value), self.config.loss.rlsd
+        if not rlsd.is_on:
+            return loss
+        share = rlsd.share(self._weights_version - self._weights_version % self._batches.steps_per_rollout)
+        step.metrics["rlsd_lambda"] = share
+        return replace(loss, rlsd=replace(rlsd, rlsd_lambda=share))
 
     def _subtract_kl(self, graded: list[Graded], step: StepContext) -> list[Graded]:
         """Return completions with reward - beta KL. Log-probs exist on the last pipeline stage, rewards everywhere."""
@@ -185,15 +201,13 @@ class GRPOLoop:
             reference = stages.reference.infer(without_routing(samples))
             of_rank = divergences(policy, reference, self.config.kl.kl_estimator or "k1")
             gathered = stages.coordinator.gather_samples(of_rank, stages.training.parallel)
-        penalties = [0.0] * len(graded)
-        for index, sample in enumerate(samples):
-            penalties[sample.completion] += gathered[index]
+        penalties = [gathered[i] for i in range(len(samples))]
         tokens = sum(sum(sample.completion_mask) for sample in samples)
         per_token = sum(penalties) / max(tokens, 1)
         counted = sum(completion.reward is not None for completion in graded)  # a dropped one has a penalty of 0
         step.metrics.update(kl=sum(penalties) / max(counted, 1), kl_per_token=per_token)
         penalised = subtract_kl(graded, penalties, self.kl_controller.value)
-        self._adapt_beta(per_token, len(graded), step)
+        self._adapt_beta(per_token, len(samples), step)
         return penalised
 
     def _adapt_beta(self, kl_per_token: float, completions: int, step: StepContext) -> None:

@@ -6,7 +6,7 @@ A checkpoint between two of these steps keeps the rollout, and a resumed run con
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain, groupby
+from itertools import chain
 
 from swift_megatron_grpo.loop.samples import as_teacher_reads, samples_of, without_routing
 from swift_megatron_grpo.loop.stages import Stages
@@ -54,6 +54,9 @@ class TrainingBatches:
         if unfinished.teacher_ratios:
             for sample, ratios in zip(chain.from_iterable(batches), unfinished.teacher_ratios, strict=True):
                 sample.teacher_ratios = ratios
+        if unfinished.teacher_logprobs:
+            for sample, logprobs in zip(chain.from_iterable(batches), unfinished.teacher_logprobs, strict=True):
+                sample.teacher_logprobs = logprobs
         self._queue(unfinished.number, unfinished.graded, batches, unfinished.from_engine, step)
 
     def unfinished(self, weights_version: int) -> UnfinishedRollout | None:
@@ -65,9 +68,13 @@ class TrainingBatches:
         if self._rollout is None or between_rollouts or self._config.routing.router_replay_mode == "R2":
             return None
         samples = list(chain.from_iterable(self._batches))
-        old_logprobs = self._gathered([sample.old_logprobs for sample in samples])
-        ratios = [] if self._stages.teacher is None else self._gathered([sample.teacher_ratios for sample in samples])
-        return replace(self._rollout, old_logprobs=old_logprobs, teacher_ratios=ratios)
+        has_teacher, sdar = self._stages.teacher is not None, self._config.loss.sdar.is_on
+        return replace(
+            self._rollout,
+            old_logprobs=self._gathered([sample.old_logprobs for sample in samples]),
+            teacher_ratios=self._gathered([s.teacher_ratios for s in samples]) if has_teacher and not sdar else [],
+            teacher_logprobs=self._gathered([s.teacher_logprobs for s in samples]) if sdar else [],
+        )
 
     def _gathered(self, values: Sequence[list[float] | None]) -> list[list[float] | None]:
         """Return the values of all samples, of which a rank has those that it trains."""
@@ -87,12 +94,7 @@ class TrainingBatches:
             teacher_prompts=self._stages.teacher_prompts,
             tag_column=self._config.teacher.tag_column,
         )
-        if self._config.loss.name == "real" and len(samples) > len(graded):
-            raise RuntimeError(
-                f"--loss_type real compares completions of one sequence, but {len(graded)} completions have "
-                f"{len(samples)}: a scheduler or an agent goes on in another context; use another --loss_type"
-            )
-        return [list(batch) for _, batch in groupby(samples, key=lambda sample: sample.completion // size)]
+        return [samples[i : i + size] for i in range(0, len(samples), size)]
 
     def _compare_with_engine(self, samples: Sequence[Sample], rollouts: Sequence[Rollout], step: StepContext) -> None:
         """Compare log-probs with the engine's, once in a run, and experts, in every rollout."""
@@ -104,8 +106,8 @@ class TrainingBatches:
         self._compared_with_engine = True
         if stages.router_agreement is not None:
             with step.timer("router_agreement"):
-                chosen = [sequence.routed_experts for rollout in rollouts for sequence in rollout.sequences]
-                share = stages.router_agreement.measure(samples, chosen[: len(samples)])
+                chosen = [rollout.routed_experts for rollout in rollouts[: len(samples)]]
+                share = stages.router_agreement.measure(samples, chosen)
             if share is not None:
                 step.metrics["rollout/router_agreement"] = share
 
@@ -114,12 +116,13 @@ class TrainingBatches:
 
         The first step needs none of the old policy: it trains that itself. Every later step gets them from a pass
         before the first update. `from_engine`: the engine's log-probs take the place of the pass, for the first step as
-        well. A teacher is compared with a pass in any case.
+        well. A teacher is compared with a pass in any case, except by SDAR, which compares it with the current policy.
         """
-        training, has_teacher = self._stages.training, self._stages.teacher is not None
+        training = self._stages.training
+        has_ratios = self._stages.teacher is not None and not self._config.loss.sdar.is_on
         records_experts = self._config.routing.router_replay_mode == "R2"
-        if records_experts or not from_engine or has_teacher:
-            for samples in batches if self._config.num_iterations > 1 or has_teacher else batches[1:]:
+        if records_experts or not from_engine or has_ratios:
+            for samples in batches if self._config.num_iterations > 1 or has_ratios else batches[1:]:
                 with step.timer("old_logprobs"):
                     values, experts = (
                         training.infer_and_record(samples) if records_experts else (training.infer(samples), {})
@@ -137,6 +140,7 @@ class TrainingBatches:
         """Add the log-ratios of the teacher and the policy, whose old log-probs are from the same kind of pass.
 
         Passes of equal weights over the same samples round alike, so a teacher equal to the policy has ratios of 0.
+        SDAR reads the teacher's log-probs themselves.
         """
         teacher = self._stages.teacher
         if teacher is None:
@@ -146,7 +150,9 @@ class TrainingBatches:
             for samples in batches:
                 for index, values in teacher.infer(as_teacher_reads(samples)).items():
                     policy = samples[index].old_logprobs
-                    if policy is not None:  # else another rank trains it
+                    if self._config.loss.sdar.is_on:
+                        samples[index].teacher_logprobs = values.logprobs
+                    elif policy is not None:  # else another rank trains it
                         pairs = zip(values.logprobs, policy, strict=True)
                         samples[index].teacher_ratios = [theirs - ours for theirs, ours in pairs]
 
@@ -177,13 +183,12 @@ def old_logprobs_from_engine(rollouts: Sequence[Rollout], version: int, correcti
     """
     if correction.old_logprobs == "policy" and all(rollout.weights_version == version for rollout in rollouts):
         return False
-    without = any(sequence.logprobs is None for rollout in rollouts for sequence in rollout.sequences)
-    if correction.old_logprobs == "engine" and without:
+    if correction.old_logprobs == "engine" and any(rollout.logprobs is None for rollout in rollouts):
         raise RuntimeError(
             "completions came without the engine's log-probs, which --old_logprobs engine trains with; use "
             "--old_logprobs policy or, with --rollout_replay, a folder with logprobs"
         )
-    if without:
+    if any(rollout.logprobs is None for rollout in rollouts):
         raise RuntimeError(
             f"completions of other weights than the trainer's ({version}) came without the engine's log-probs, which "
             "alone measure how far the policy has moved since; use --async_generate false or, with --rollout_replay, "

@@ -5,8 +5,7 @@ batch; k: completion tokens whose log-prob this rank computes; s: sequences; g: 
 prompts and their completions.
 """
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,32 +24,25 @@ class Normalisers:
 
     sequences: int  # with at least one trained token; divisor of metrics
     tokens: int  # trained tokens; divisor of metrics
-    loss_completions: int  # including those that --overlong_filter removes; divisor of losses
-    loss_tokens: int  # trained tokens of loss_completions
-    loss_groups: int  # groups of loss_completions
-    tokens_of: Mapping[int, int]  # trained tokens of each numbered completion, in all its sequences
+    loss_sequences: int  # including those that --overlong_filter removes; divisor of losses
+    loss_tokens: int  # trained tokens of loss_sequences
+    loss_groups: int  # groups of loss_sequences
+    sft_tokens: int  # trained tokens of given answers, which none of the others counts
 
 
 def count(samples: Sequence[Sample]) -> Normalisers:
+    answers = [sample for sample in samples if sample.sft_weights is not None]
+    samples = [sample for sample in samples if sample.sft_weights is None]
     trained = [sum(sample.completion_mask) for sample in samples]
     in_loss = [tokens + sample.left_out for tokens, sample in zip(trained, samples, strict=True)]
-    tokens_of: Counter[int] = Counter()
-    for tokens, sample in zip(trained, samples, strict=True):
-        tokens_of[sample.completion] += tokens
     return Normalisers(
         sequences=sum(t > 0 for t in trained),
         tokens=sum(trained),
-        loss_completions=num_completions([s for t, s in zip(in_loss, samples, strict=True) if t > 0]),
+        loss_sequences=sum(t > 0 for t in in_loss),
         loss_tokens=sum(in_loss),
         loss_groups=len({sample.group for t, sample in zip(in_loss, samples, strict=True) if t > 0}),
-        tokens_of={number: tokens for number, tokens in tokens_of.items() if number >= 0},
+        sft_tokens=sum(sum(sample.completion_mask) for sample in answers),
     )
-
-
-def num_completions(samples: Sequence[Sample]) -> int:
-    """Return the number of completions that these sequences belong to."""
-    numbered = [sample.completion for sample in samples if sample.completion >= 0]
-    return len(samples) - len(numbered) + len(set(numbered))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +78,13 @@ class MicroBatch:
     inputs: ModelInputs
     counts: tuple[int, ...]  # [s] trained tokens of each sequence; sums to m
     lengths: torch.Tensor  # [s] the same, on the device
-    completion_lengths: torch.Tensor  # [s] trained tokens of the completion of a sequence, in all its sequences
     advantages: torch.Tensor  # [m] fp32
     old_logprobs: torch.Tensor | None  # [m] fp32; None: the old policy is the trained one
     ref_logprobs: torch.Tensor | None  # [m] fp32
     teacher_ratios: torch.Tensor | None  # [m] fp32, log(teacher / policy); None: there is no teacher
+    teacher_logprobs: torch.Tensor | None  # [m] fp32, with SDAR in place of teacher_ratios
     rollout_logprobs: torch.Tensor | None  # [m] fp32, from the inference engine
+    sft_weights: torch.Tensor | None  # [m] fp32, of given answers; None: the policy has sampled the sequences
     selected: torch.Tensor | None  # [m] fp32, 0 for tokens that the policy loss skips
     groups: torch.Tensor  # [s] group of a sequence, numbered within the micro batch
     num_groups: int
@@ -118,7 +111,6 @@ def collate(
     layout = lay_out(chosen, align, share_prompts)
     lengths = layout.lengths
     tokens, targets, predicting = _pack(chosen, layout)
-    positions = _positions(chosen, layout)
     shown, of_images = pack_images(chosen, layout)
     held = [torch.tensor(zigzag_positions(lengths, rank, cp_size)) for rank in range(cp_size)]
     local = held[cp_rank]
@@ -135,6 +127,7 @@ def collate(
     counts = tuple(sum(sample.completion_mask) for sample in chosen)
     number = {group: place for place, group in enumerate(dict.fromkeys(sample.group for sample in chosen))}
     keys = [segment.keys for segment in layout.segments]
+    shared = SharedKeys(to_device(layout.key_places()), to_device(_starts(keys)), max(keys)) if layout.shares else None
 
     def per_token(values: Sequence[Sequence[float] | None], name: str) -> torch.Tensor | None:
         if all(v is None for v in values):
@@ -147,14 +140,13 @@ def collate(
             flat += value
         return to_device(torch.tensor(flat, dtype=torch.float32))
 
-    shared = SharedKeys(to_device(layout.key_places()), to_device(_starts(keys)), max(keys)) if layout.shares else None
     advantages = torch.tensor([s.advantage for s in chosen], dtype=torch.float32)
     return MicroBatch(
         indices=tuple(indices),
         inputs=ModelInputs(
             input_ids=to_device(tokens[local][None]),
             packed_ids=to_device(tokens[None]),
-            position_ids=to_device(positions[..., None, local]),
+            position_ids=to_device(_positions(chosen, layout)[..., None, local]),
             cu_seqlens=to_device(_starts(lengths)),
             max_seqlen=max(lengths),
             head_positions=to_device(places),
@@ -167,21 +159,18 @@ def collate(
         ),
         counts=counts,
         lengths=to_device(torch.tensor(counts)),
-        completion_lengths=to_device(torch.tensor(_completion_lengths(chosen, counts, step))),
         advantages=to_device(advantages.repeat_interleave(torch.tensor(counts))),
         old_logprobs=per_token([s.old_logprobs for s in chosen], "old"),
         ref_logprobs=per_token([s.ref_logprobs for s in chosen], "reference"),
         teacher_ratios=per_token([s.teacher_ratios for s in chosen], "teacher"),
+        teacher_logprobs=per_token([s.teacher_logprobs for s in chosen], "teacher"),
         rollout_logprobs=per_token([s.rollout_logprobs for s in chosen], "rollout"),
+        sft_weights=per_token([s.sft_weights for s in chosen], "SFT"),
         selected=per_token([s.selected for s in chosen], "selected"),
         groups=to_device(torch.tensor([number[sample.group] for sample in chosen])),
         num_groups=len(number),
         step=step,
     )
-
-
-def _completion_lengths(samples: Sequence[Sample], counts: Sequence[int], step: Normalisers) -> list[int]:
-    return [step.tokens_of.get(sample.completion, own) for sample, own in zip(samples, counts, strict=True)]
 
 
 def _pack(samples: Sequence[Sample], layout: PackedLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeVar
 
@@ -25,6 +25,14 @@ class StepPlan:
     @property
     def num_micro_batches(self) -> int:
         return len(self.assignment[0])
+
+    def followed_by(self, other: StepPlan, first: int) -> StepPlan:
+        """Append the micro batches of other samples, of which the first has this index."""
+        more = [tuple(tuple(first + i for i in batch) for batch in rank) for rank in other.assignment]
+        joined = tuple(own + of_rank for own, of_rank in zip(self.assignment, more, strict=True))
+        return replace(
+            self, assignment=joined, over_budget=(*self.over_budget, *(first + i for i in other.over_budget))
+        )
 
     def samples_of_ranks(self) -> list[tuple[int, ...]]:
         return [tuple(i for batch in rank for i in batch) for rank in self.assignment]

@@ -184,14 +184,25 @@ class Algorithm(Flags):
         notes, loss, high = [], self.loss.name, self.loss.high
         tuned = {
             "sapo": self.loss.sapo.changed(),
+            "vespo": self.loss.vespo.changed(),
             "fipo": self.loss.fipo.changed(),
             "real": self.loss.changed("real_tau"),
         }
         for of, changed in tuned.items():
             if changed and of != loss:
                 notes.append(f"{', '.join(changed)}: for --loss_type {of}, without effect on --loss_type {loss}")
-        if loss in ("sapo", "real") and self.loss.epsilon_high is not None:
+        if loss in ("sapo", "real", "vespo") and self.loss.epsilon_high is not None:
             notes.append(f"--epsilon_high has no effect on --loss_type {loss}, which does not clip ratios")
+        if loss == "dppo_kl" and high >= 0.2:
+            notes.append(
+                f"--loss_type dppo_kl masks tokens at a KL above epsilon and epsilon_high ({high:g}), which a token "
+                "seldom reaches; try --epsilon 0.05"
+            )
+        if loss == "luspo" and self.loss.importance_sampling_level != "sequence":
+            notes.append(
+                "--loss_type luspo is meant for ratios of whole completions: use --importance_sampling_level sequence, "
+                "unless the sum of token losses is what you want"
+            )
         if loss == "cispo" and high < 1:
             notes.append(
                 f"--loss_type cispo bounds token weights at epsilon_high itself ({high:g}), which is below 1, the "

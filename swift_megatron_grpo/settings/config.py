@@ -9,6 +9,7 @@ import torch
 
 from swift_megatron_grpo.settings import algorithm, batches, flag, losses, run, time_limits, trained
 from swift_megatron_grpo.settings.adapter import Adapter
+from swift_megatron_grpo.settings.chord import Chord
 from swift_megatron_grpo.settings.recording import CompletionLogging, Recording
 from swift_megatron_grpo.settings.reference import Reference
 from swift_megatron_grpo.settings.rewards import BadRewardPolicy
@@ -73,6 +74,7 @@ class ServerConfig:
     videos: int = 0  # the most in a row
     returns_experts: bool = False  # this run requests which experts the servers' routers choose
     quantization: Quantization = "none"  # that the servers must have as well
+    updates_in_flight: bool = False  # weights are sent to servers that generate, which continue with them
 
     @property
     def least_length(self) -> int:
@@ -137,6 +139,7 @@ class GRPOConfig(flag.Flags):
     log: CompletionLogging
     kl: losses.Kl
     loss: losses.LossConfig
+    chord: Chord
     reference: Reference
     teacher: Teacher
     deadlines: time_limits.TimeLimits
@@ -154,4 +157,5 @@ class GRPOConfig(flag.Flags):
     vocabulary: int  # rows of the model's embedding, which bound the tokens of a replay
     turns: MultiTurnConfig | None  # conversations in the training processes; None: single turns
     max_staleness: int  # rollouts that generation may be ahead of training; 0: the two alternate
+    in_flight_weight_updates: bool  # an engine is sent newer weights while it generates
     trace_steps: tuple[int, int] | None  # first and last; None: no trace

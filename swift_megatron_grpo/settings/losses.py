@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Annotated, Literal
 
+from swift_megatron_grpo.settings.distillation import Rlsd, Sdar
 from swift_megatron_grpo.settings.flag import Above, AtLeast, Faults, Flags, OneOf, flag, rule
 
 RatioLevel = Literal["token", "sequence", "sequence_token"]
@@ -13,14 +14,35 @@ OldLogprobs = Literal["policy", "engine"]
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 # By --loss_type: does the loss clip the ratio? The functions are training.loss.LOSSES. Plugins add to both.
 CLIPS_RATIO = {
-    "grpo": True, "bnpo": True, "dr_grpo": True, "dapo": True, "cispo": False, "sapo": False, "real": False,
-    "fipo": True,
+    "grpo": True, "bnpo": True, "dr_grpo": True, "dapo": True, "luspo": True, "cispo": False, "sapo": False,
+    "vespo": False, "dppo_tv": False, "dppo_kl": False, "real": False, "fipo": True,
 }  # fmt: skip
 
 
 class Sapo(Flags):
     tau_pos: Annotated[float, Above(0, use=1.0)] = 1.0
     tau_neg: Annotated[float, Above(0, use=1.05)] = 1.05
+
+
+class Vespo(Flags):
+    vespo_k_pos: Annotated[float, AtLeast(0, use=2.0)] = flag(
+        2.0,
+        "Of --loss_type vespo: power of a completion's importance weight where its advantage is at least 0. A larger "
+        "one weakens completions that have become less probable. Default: 2, TRL's, as are all vespo flags.",
+        example="1.5",
+    )
+    vespo_lambda_pos: Annotated[float, Above(0, use=3.0)] = flag(
+        3.0,
+        "Of --loss_type vespo: decay by a completion's importance weight where its advantage is at least 0. A larger "
+        "one weakens completions that have become more probable. Default: 3.",
+        example="2",
+    )
+    vespo_k_neg: Annotated[float, AtLeast(0, use=3.0)] = flag(
+        3.0, "As --vespo_k_pos, for advantages below 0. Default: 3.", example="2"
+    )
+    vespo_lambda_neg: Annotated[float, Above(0, use=2.0)] = flag(
+        2.0, "As --vespo_lambda_pos, for advantages below 0. Default: 2.", example="1"
+    )
 
 
 class Fipo(Flags):
@@ -121,7 +143,10 @@ class LossConfig(Flags):
         "TRL's flag. Default: false, as in ms-swift.",
     )
     teacher_kl_coef: float = 1.0
+    rlsd: Rlsd = field(default_factory=Rlsd)
+    sdar: Sdar = field(default_factory=Sdar)
     sapo: Sapo = field(default_factory=Sapo)
+    vespo: Vespo = field(default_factory=Vespo)
     fipo: Fipo = field(default_factory=Fipo)
     correction: Correction = field(default_factory=Correction)
 
@@ -131,6 +156,22 @@ class LossConfig(Flags):
             yield (
                 f"--loss_type {self.loss_type}: GSPO is a level of importance sampling; leave it out and use "
                 "--importance_sampling_level sequence"
+            )
+
+    @rule
+    def vespo_weighs_whole_completions(self) -> Faults:
+        if self.name != "vespo":
+            return
+        mode = self.correction.rollout_importance_sampling_mode
+        if mode is not None:
+            yield (
+                f"--rollout_importance_sampling_mode {mode} weights single tokens, and --loss_type vespo weights whole "
+                "completions; use --old_logprobs engine instead, with which that weight is relative to vLLM's log-probs"
+            )
+        if self.importance_sampling_level != "token":
+            yield (
+                f"--importance_sampling_level {self.importance_sampling_level} has no effect on --loss_type vespo, "
+                "which computes a ratio of its own; leave it out"
             )
 
     @rule

@@ -58,7 +58,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def __init__(self, args: GRPOArguments, template: Template, vllm_client: Start) -> None:
         """Build the models. `vllm_client`: ms-swift's name for what plugin/register.py prepares."""
         self.settings, self.rewards, self.remote = vllm_client.settings, vllm_client.rewards, vllm_client.servers
-        self.teacher = vllm_client.teacher
+        self.teacher, self.answers = vllm_client.teacher, vllm_client.answers
         self.coordinator, self.stop, self._locked = vllm_client.coordinator, vllm_client.stop, vllm_client.locked
         self._merged = ExitStack()
         self._is_set_up = False
@@ -68,6 +68,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     def prepare_model(self) -> None:
         supply_context_parallelism()
+        self.args.calculate_per_token_loss = False  # Megatron would divide gradients once more
         super().prepare_model()
         mark_sharded_parameters(self.unwrapped_models)  # also in adapters
         if self.args.check_attention:
@@ -131,6 +132,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         inputs = RunInputs(
             template=self.template,
             train_rows=train_rows,
+            answers=self.answers,
             image_reader=ImageReader(self.template) if media else None,
             media=media,
             rewards=self.rewards,

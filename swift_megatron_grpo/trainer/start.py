@@ -14,6 +14,7 @@ from swift.utils import get_dist_setting, get_logger
 
 from swift_megatron_grpo.arguments import environment, grpo_arguments, resume, teachers, to_config
 from swift_megatron_grpo.arguments.reward_models import create_servers
+from swift_megatron_grpo.data.answers import Answer
 from swift_megatron_grpo.generation.local.engine_settings import check_engine_settings
 from swift_megatron_grpo.generation.protocol.model_identity import model_identity
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
@@ -50,6 +51,7 @@ class Start:
     stop: StopRequest
     servers: RemoteVllm | None  # None: vLLM runs in the training processes
     teacher: ServedTeacher | None  # None: there is no teacher, or it is a model of the ranks
+    answers: Sequence[Answer]  # which SFT trains in the same steps
     locked: LockedFolders
 
 
@@ -60,6 +62,7 @@ def start(args: grpo_arguments.GRPOArguments, template: Template) -> Start:
     coordinator = Coordinator(timedelta(seconds=args.ddp_timeout))
     locked = LockedFolders(args.output_dir, args.of(Recording).dump, coordinator)
     _check_loaded(args, template, coordinator)
+    answers = args.load_answers(template)
     teacher = _served_teacher(args, template, coordinator)
     stop = StopRequest(coordinator, args.stop_grace)
     server, servers = to_config.configure_server(args), None
@@ -77,7 +80,7 @@ def start(args: grpo_arguments.GRPOArguments, template: Template) -> Start:
     if args.of(Rewards).by_environment:
         functions = [*functions, gym_reward]
     rewards = RewardFunctions(settings.grading.reward_names, functions)
-    return Start(settings, rewards, coordinator, stop, servers, teacher, locked)
+    return Start(settings, rewards, coordinator, stop, servers, teacher, answers, locked)
 
 
 def _served_teacher(

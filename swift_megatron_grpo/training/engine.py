@@ -20,7 +20,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 
-from swift_megatron_grpo.packing.collate import MicroBatch, num_completions
+from swift_megatron_grpo.packing.collate import MicroBatch
 from swift_megatron_grpo.packing.plan import StepPlan
 from swift_megatron_grpo.runtime.parallel import max_over_ranks, sum_over_ranks
 from swift_megatron_grpo.training.loss import LossFunction, TokenOutput
@@ -97,9 +97,8 @@ class MegatronEngine:
 
         `outputs`: the model outputs that the loss function reads; gradients flow through both.
         """
-        filled = self.passes.filled(samples).samples
-        plan, shares = self._forward_backward(filled, loss_func, outputs)
-        self.flops_of_last_step = self.passes.flops(filled, plan) * (1 + self._trained.passes_of_backward)
+        plan, shares = self._forward_backward(samples, loss_func, outputs)
+        self.flops_of_last_step = self.passes.flops(samples, plan) * (1 + self._trained.passes_of_backward)
         metrics = self._sum_metrics(shares)
         if not math.isfinite(metrics["loss"]):
             raise NonFiniteStep(f"step {self.steps_done + 1}: the loss is {metrics['loss']}; nothing was updated")
@@ -111,7 +110,7 @@ class MegatronEngine:
             updated, grad_norm, _ = self.optimizer.step()
         if not updated:
             raise OptimizerStepFailed(f"step {self.steps_done + 1}: Megatron's optimizer did not update the weights")
-        self.scheduler.step(increment=num_completions(samples))
+        self.scheduler.step(increment=sum(sample.sft_weights is None for sample in samples))
         self.steps_done += 1
         moe_aux_losses = pop_moe_aux_losses(self.passes.config, plan.num_micro_batches)
         return {**metrics, **moe_aux_losses, "grad_norm": self._finish_update(float(grad_norm))}
@@ -185,12 +184,15 @@ class MegatronEngine:
         Only the last pipeline stage has shares, and with them the names. Metrics named _max or _min, if any, take a
         second reduction.
         """
-        names = self._metric_names(sorted(shares[0]) if shares else None)
+        names = self._metric_names(sorted(set().union(*shares)) if shares else None)
         extremes = [name for name in names if name.endswith(("_max", "_min"))]
         names = [name for name in names if name not in extremes]
         total = torch.zeros(len(names), dtype=torch.float64, device=_device())
         if shares:
-            stacked = torch.stack([torch.stack([share[name].double() for name in names]) for share in shares])
+            nothing = total.new_zeros(())  # micro batches of given answers have other metrics than the rest
+            stacked = torch.stack(
+                [torch.stack([share.get(name, nothing).double() for name in names]) for share in shares]
+            )
             total = stacked.sum(0) / (self.parallel.tp_size * self.parallel.cp_size)
         summed = dict(zip(names, sum_over_ranks(total).tolist(), strict=True))
         return {**summed, **self._extreme_metrics(extremes, shares)} if extremes else summed
@@ -200,7 +202,12 @@ class MegatronEngine:
         signs = [1.0 if name.endswith("_max") else -1.0 for name in names]
         largest = torch.full((len(names),), -math.inf, dtype=torch.float64, device=_device())
         for share in shares:
-            signed = torch.stack([sign * share[name].double() for sign, name in zip(signs, names, strict=True)])
+            signed = torch.stack(
+                [
+                    sign * share[name].double() if name in share else largest.new_tensor(-math.inf)
+                    for sign, name in zip(signs, names, strict=True)
+                ]
+            )
             largest = torch.maximum(largest, signed)
         reduced = zip(names, signs, max_over_ranks(largest).tolist(), strict=True)
         return {name: sign * value for name, sign, value in reduced if value != -math.inf}

@@ -13,7 +13,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import MegatronModule
 
 from swift_megatron_grpo.packing.collate import MicroBatch, ModelInputs, collate, count
-from swift_megatron_grpo.packing.filling import Filled, filled
 from swift_megatron_grpo.packing.plan import Alignment, StepPlan
 from swift_megatron_grpo.packing.routing import ExpertLayers, layers_with_experts, routing_shape
 from swift_megatron_grpo.packing.segments import lay_out
@@ -61,13 +60,9 @@ class Passes:
 
     @property
     def fewest_samples(self) -> int:
-        """Smallest number of samples that fills every rank."""
+        """Smallest number of samples that fills every rank; larger numbers must be multiples of it."""
         size = self.settings.micro_batch_size if self.settings.max_tokens is None else 1
         return self.parallel.dp_size * size * self._group_size
-
-    def filled(self, samples: Sequence[Sample]) -> Filled:
-        """Add sequences that fill micro batches of a fixed size; a token budget needs none."""
-        return filled(samples, self.fewest_samples if self.settings.max_tokens is None else 1)
 
     def plan(self, samples: Sequence[Sample]) -> StepPlan:
         """Assign samples to data-parallel ranks and micro batches."""
@@ -106,7 +101,9 @@ class Passes:
 
         def forward_step(iterator: Iterator[MicroBatch], model: MegatronModule) -> tuple[torch.Tensor, Any]:
             batch = next(iterator)
-            output = self._forward(model, batch.inputs, "entropy" in outputs, routers)
+            # The policy has not sampled the answers of SFT, so the temperature of sampling is not theirs.
+            temperature = self.settings.temperature if batch.sft_weights is None else 1.0
+            output = self._forward(model, batch.inputs, temperature, "entropy" in outputs, routers)
             return output, partial(self._on_completion, reduce, batch)
 
         interleaved = len(self.models) > 1
@@ -127,12 +124,16 @@ class Passes:
         return results, routers
 
     def _forward(
-        self, model: MegatronModule, inputs: ModelInputs, entropy: bool, routers: PassRouters | None
+        self,
+        model: MegatronModule,
+        inputs: ModelInputs,
+        temperature: float,
+        entropy: bool,
+        routers: PassRouters | None,
     ) -> torch.Tensor:
         """Return the hidden states for the next stage; on the last one [1, k, 1 or 2] log-probs and entropies."""
         unwrapped = unwrap_model([model])[0]
         routing = nullcontext() if routers is None else routers.forward(unwrapped, inputs.routing)
-        temperature = self.settings.temperature
         with log_prob_head(language_model(unwrapped), inputs, temperature, entropy, self.parallel), routing:
             output: torch.Tensor = model(
                 input_ids=inputs.packed_ids if is_composite(unwrapped) else inputs.input_ids,
@@ -174,18 +175,15 @@ class Passes:
 
         Returns them by sample index on the last pipeline stage, where losses are computed; {} on the other stages.
         """
-        all_samples = self.filled(samples)
-        return all_samples.of_given(self._infer(all_samples.samples, outputs, records=False)[0])
+        return self._infer(samples, outputs, records=False)[0]
 
     @torch.no_grad()
     def infer_and_record(self, samples: Sequence[Sample]) -> tuple[dict[int, TokenValues], dict[int, ExpertRows]]:
         """Compute log-probs as `infer` does, and record all experts by sample: see PassRouters.rows_by_sample."""
-        all_samples = self.filled(samples)
-        values, plan, routers = self._infer(all_samples.samples, ("logprob",), records=True)
+        values, plan, routers = self._infer(samples, ("logprob",), records=True)
         assert routers is not None
         assigned = plan.assignment[self.parallel.dp_rank]
-        rows = routers.rows_by_sample(assigned, all_samples.samples, self._align, plan.share_prompts)
-        return all_samples.of_given(values), all_samples.of_given(rows)
+        return values, routers.rows_by_sample(assigned, samples, self._align, plan.share_prompts)
 
     def _infer(
         self, samples: Sequence[Sample], outputs: Sequence[Output], records: bool

@@ -42,6 +42,19 @@ class Planner:
         self._group_size = group_size  # micro batches that Megatron's interleaved schedule processes together
 
     def plan(self, samples: Sequence[Sample], settings: EngineSettings) -> StepPlan:
+        """Plan completions, and the answers that follow them, in micro batches of their own."""
+        completions = [sample for sample in samples if sample.sft_weights is None]
+        answers = samples[len(completions) :]
+        plan = self._plan(completions, settings)
+        if not answers:
+            return plan
+        size = len(answers) * settings.micro_batch_size // len(completions)  # in as many micro batches
+        of_answers = replace(settings, micro_batch_size=size, share_prompts_from=None)
+        joined = plan.followed_by(self._plan(answers, of_answers), first=len(completions))
+        self._check_micro_batches(joined.num_micro_batches)
+        return joined
+
+    def _plan(self, samples: Sequence[Sample], settings: EngineSettings) -> StepPlan:
         if settings.max_tokens is not None:
             return self._plan_within(settings.max_tokens, samples, self._parallel.dp_size, self._group_size, settings)
         plan = plan_by_count(len(samples), self._parallel.dp_size, settings.micro_batch_size)

@@ -42,7 +42,7 @@ REFERENCE_LAYOUTS = {
     ),
 }
 TIED_LAYOUTS = ["pp2", "dp2+overlap"]
-LOSS_LAYOUTS = ["mbs8", "pp2", "cp2", "dp2", "dp4", "mbs8+shared"]
+LOSS_LAYOUTS = ["mbs8", "tp2+sp", "pp2", "cp2", "dp2", "dp4", "mbs8+shared"]
 LEARNING_RATE = 1000.0
 # One step of plain gradient descent: the change of a weight, divided by the learning rate, is its gradient. The rate is
 # large so that subtracting fp32 weights costs no precision.

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.dist
 @pytest.mark.parametrize("layout", LOSS_LAYOUTS)
 def test_a_layout_matches_one_rank(ranks: Ranks, layout: str) -> None:
     one, other = (ranks.losses(name) for name in ("one", layout))
-    assert len(one) == 12 and set(one) == set(other)
+    assert len(one) == 20 and set(one) == set(other)
     for name, numbers in one.items():
         assert other[name] == pytest.approx(numbers, rel=1e-4, abs=1e-6), name
         if "loss" in numbers:
@@ -27,4 +27,8 @@ def test_the_compared_numbers_are_not_trivial(ranks: Ranks) -> None:
     assert one["grpo"]["clip_ratio/region_mean"] > 0.01 and one["grpo"]["rollout_correction/clipped_frac"] > 0.01
     assert one["sequence_mask"]["off_policy_sequence_mask/masked_frac"] > 0
     assert 0.35 < one["once"]["share"] < 0.45
+    assert one["answers"]["actor/pg_loss"] == pytest.approx(one["dapo"]["actor/pg_loss"], abs=1e-7)
+    assert one["answers"]["chord/sft_loss"] == pytest.approx(one["nll of answers"]["mean"], abs=1e-5)
+    mixed = 0.7 * one["dapo"]["loss"] + 0.3 * one["answers"]["chord/sft_loss"]
+    assert one["answers"]["loss"] == pytest.approx(mixed, abs=1e-6)
     assert one["selected"]["actor/pg_loss"] != one["dapo"]["actor/pg_loss"]

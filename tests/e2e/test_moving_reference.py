@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -51,12 +52,23 @@ def test_the_reference_moves_by_the_formula(tmp_path: Path, dense: Path, dataset
     assert all(step["kl"] > 0 for step in run.log[1:])
 
 
-def test_a_resumed_run_continues_with_the_moved_reference(tmp_path: Path, dense: Path, dataset: Path) -> None:
-    seeded = ["--seed_completions", "true"]
+def test_a_resumed_run_continues_with_the_moved_reference_and_answers(
+    tmp_path: Path, dense: Path, dataset: Path
+) -> None:
+    """Each step has its own answers (CHORD), which a resumed run takes as well."""
+    turns = [[{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": f"{i}" * 4}] for i in range(20)]
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
+    seeded = [
+        *["--seed_completions", "true", "--chord_sft_dataset", str(answers), "--loss_scale", "default+react"],
+        *["--chord_sft_per_device_train_batch_size", "1", "--chord_mu_warmup_steps", "1", "--chord_mu_peak", "0.5"],
+        *["--chord_mu_decay_steps", "4", "--chord_mu_valley", "0", "--chord_enable_phi_function", "true"],
+    ]
     whole = train(dense, dataset, tmp_path / "whole", "one", *seeded)
     source = ["--finetune", "false", "--mcore_model", str(whole.folder / "checkpoint-2")]
     resumed = train(dense, dataset, tmp_path / "resumed", "one", *seeded, *source)
+    assert [step["chord/mu"] for step in whole.log[:3]] == pytest.approx([0, 0.5, 0.4267767])
     assert len(whole.log) == 4 and len(resumed.log) == 2 and "no moved reference" not in resumed.output
     for step, expected in zip(resumed.log, whole.log[2:], strict=True):
-        for name in ("kl", "loss", "grad_norm", "reward"):
+        for name in ("kl", "loss", "grad_norm", "reward", "chord/mu", "chord/sft_loss"):
             assert step[name] == expected[name], name

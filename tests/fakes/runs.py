@@ -54,7 +54,7 @@ class Policy:
     events: list[str]
     parameter: torch.Tensor = field(default_factory=lambda: torch.tensor(-2.0))
     trained: list[list[Sample]] = field(default_factory=list)  # by step, as they were at its start
-    betas: list[float] = field(default_factory=list)
+    losses: list[Any] = field(default_factory=list)
     kl: float | None = None  # that a step reports
     parallel = None  # the place of this rank
     flops_of_last_step = 2e12
@@ -75,6 +75,7 @@ class Policy:
 
     def train_step(self, samples: Sequence[Sample], loss: Any, outputs: Sequence[str]) -> dict[str, float]:
         self.events.append("train")
+        self.losses.append(loss)
         self.trained.append([deepcopy(sample) for sample in samples])
         self.parameter += STEP
         return {"loss": 0.0, "grad_norm": 1.0, **({} if self.kl is None else {"kl": self.kl})}
@@ -149,6 +150,7 @@ def fake_run(
     rounding: float | None = None,
     top_entropy_quantile: float = 1.0,
     dropped: int = 0,
+    in_flight: bool = False,
     teacher: float | None = None,
     spare_groups: int | None = 0,
 ) -> FakeRun:
@@ -159,7 +161,7 @@ def fake_run(
     """
     events: list[str] = []
     logged: list[Graded] = []
-    engine = Engine(events=events, rounding=rounding)
+    engine = Engine(events=events, rounding=rounding, in_flight=in_flight)
     policy = Policy(events)
     loss = loss or LossConfig(loss_type="grpo", epsilon=0.2, epsilon_high=0.2, beta=0.0)
     size = GROUP * PROMPTS
@@ -169,6 +171,7 @@ def fake_run(
             steps_per_generation=steps_per_generation, global_batch_size=size // steps_per_generation,
         ),
         num_iterations=num_iterations, max_staleness=max_staleness, top_entropy_quantile=top_entropy_quantile,
+        in_flight_weight_updates=in_flight,
         grading=GradingConfig(
             num_generations=GROUP, reward_names=("length",), reward_weights=(1.0,), scale_rewards="group",
             bad_reward="drop" if dropped else "stop", max_resample_times=max_resample,
@@ -189,6 +192,7 @@ def fake_run(
     parts: Any = SimpleNamespace(
         prompts=PromptSource(ROWS, seed=1, shuffle=True, taken=rollouts_done * PROMPTS),
         spare_prompts=PromptSource(ROWS, 2, True, label="spare-"),
+        answers=None,
         image_reader=None, generation=engine, sync=engine, coordinator=ranks, replay=None, training=policy,
         rewards=RewardFunctions(["length"], [length]),
         reference=Reference(events) if loss.beta else None,

@@ -88,8 +88,8 @@ DIFFERENCES = """\
   all at once where it is timed, and a quarter where runs share a GPU.
 * Weight decay is 0, because trainers differ in the parameters that they exempt.
 * Seeds: each trainer shuffles prompts in its own way. verl gets the seed for its data and for vLLM, and TRL does not
-  pass it to vLLM. ms-swift's `--data_seed` keeps its default, so in both Megatron trainers all seeds have the prompts
-  in the same order. Their windows rise and fall together, and their bands are narrower than those of TRL and verl.
+  pass it to vLLM.
+* TRL's first step has a learning rate of 0, so its warm-up is one step behind that of this package.
 * TRL's correction for the difference between vLLM and the trainer is off, because the other trainers have none by
   default.
 * The authors of TRL and verl have not reviewed these settings.
@@ -221,7 +221,8 @@ def _candidates(choice: dict[str, Any] | None) -> str:
     missing = len(LEARNING_RATES) * len(GROUPS) - len(choice["candidates"])
     note = f" {missing} candidates did not end and are missing." if missing else ""
     return f"""\
-Chosen: {choice["learning_rate"]:g} and groups of {choice["generations"]}, on {", ".join(choice["device"])}.{note}
+Chosen: {choice["learning_rate"]:g} and groups of {choice["generations"]}, by {choice["problems"]} held-out problems, on
+{", ".join(choice["device"])}.{note}
 
 {table(columns, choice["candidates"])}"""
 

@@ -15,7 +15,7 @@ from .settings import MODEL_TYPE, TEMPLATE
 # SmolLM2's chat template adds this text where a conversation has no system prompt, and ms-swift's chatml adds none.
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 QUESTION = "State the final answer to the following arithmetic problem: {} = Answer with the number only."
-DRAWN, HELD_OUT = 8192, 256  # problems; those that are drawn twice count once
+DRAWN, HELD_OUT = 8192, 1024  # problems; those that are drawn twice count once
 
 
 @dataclass(frozen=True)

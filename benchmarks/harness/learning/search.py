@@ -34,5 +34,6 @@ def choose(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     best = max(candidates, key=lambda candidate: candidate["mean"])
     return {name: best[name] for name in CHOSEN} | {
         "device": sorted({run["device"] for run in runs}),
+        "problems": runs[0]["held_out"][0]["problems"],
         "candidates": sorted(candidates, key=lambda candidate: [candidate[name] for name in CHOSEN]),
     }

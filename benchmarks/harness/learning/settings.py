@@ -108,6 +108,7 @@ def _megatron(arm: str, settings: Settings, paths: Paths, seed: int) -> list[str
         "recompute_granularity": "none",
         "train_iters": settings.steps,
         "seed": seed,
+        "data_seed": seed,
         "output_dir": paths.output,
         "add_version": False,
         "save_steps": settings.save_every,

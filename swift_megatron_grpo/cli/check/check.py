@@ -67,6 +67,7 @@ class Inputs(MegatronRLHF):
         train_rows, val_rows = self._prepare_dataset()
         self.train_rows, self.val_rows = args.checked_datasets(train_rows, val_rows, self.template)
         args.init_iters(self.train_rows, self.val_rows)
+        args.load_answers(self.template)
 
     def _save_val_dataset(self, val_dataset: Any) -> None:
         """Write nothing; a run writes the rows that it splits off for evaluation to its output folder."""

@@ -86,12 +86,15 @@ _KL_IN_LOSS, _KL_IN_REWARD = f"{_ACTOR}.use_kl_loss", "algorithm.use_kl_in_rewar
 _REFERENCE_SIZES = [
     f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
 ]
-_LOSSES = values_of("loss_type", "token-mean:dapo seq-mean-token-mean:grpo seq-mean-token-sum-norm:dr_grpo")
+_LOSSES = values_of(
+    "loss_type", "token-mean:dapo seq-mean-token-mean:grpo seq-mean-token-sum:luspo seq-mean-token-sum-norm:dr_grpo"
+)
 _TRUNCATION = values_of(
     "truncation_strategy", "error:raise left", "prompts are cut at their beginning, left out or refused here"
 )
 _POLICY_LOSSES = choice({
     "vanilla": {}, "gspo": {"importance_sampling_level": "sequence"}, "cispo": {"loss_type": "cispo"},
+    "dppo_tv": {"loss_type": "dppo_tv"}, "dppo_kl": {"loss_type": "dppo_kl"},
 })  # fmt: skip
 
 

@@ -110,6 +110,7 @@ TRL = Table(
             beta sync_ref_model ref_model_sync_steps ref_model_mixup_alpha use_bias_correction_kl epsilon epsilon_high
             delta importance_sampling_level reward_weights
             top_entropy_quantile sapo_temperature_neg:tau_neg sapo_temperature_pos:tau_pos
+            vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg
             mask_truncated_completions:overlong_filter off_policy_mask_threshold:off_policy_sequence_mask_delta
             log_completions log_unique_prompts:wandb_log_unique_prompts vllm_mode vllm_server_base_url vllm_server_host
             vllm_server_port vllm_server_timeout vllm_gpu_memory_utilization vllm_tensor_parallel_size
@@ -130,7 +131,7 @@ TRL = Table(
         "bf16": choice({"true": {"torch_dtype": "bfloat16"}, "false": {}}),
         "fp16": choice({"false": {}}, "fp16 needs a loss scaler, which this trainer does not have"),
         "gradient_checkpointing": choice({"true": _FULL_RECOMPUTE, "false": {}}),
-        "loss_type": values_of("loss_type", "grpo bnpo dr_grpo dapo cispo sapo"),
+        "loss_type": values_of("loss_type", "grpo bnpo dr_grpo dapo cispo sapo luspo vespo"),
         "scale_rewards": values_of("scale_rewards", "group batch none true:group false:none"),
         "multi_objective_aggregation": choice({"sum_then_normalize": {}}),
         "cast_lm_head_to_fp32": choice({"false": {}}),

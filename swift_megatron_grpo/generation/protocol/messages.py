@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from typing import Annotated, Any, TypeVar, cast
 
@@ -125,17 +125,6 @@ Experts = Annotated[ExpertRows | None, PlainValidator(decode_rows), PlainSeriali
 
 
 @dataclass(frozen=True, slots=True)
-class SentSequence:
-    """An earlier sequence of a conversation. The fields are those of Completion."""
-
-    prompt_ids: Tokens
-    completion_ids: Tokens
-    logprobs: Logprobs | None
-    sampled: Mask
-    routed_experts: Experts = field(default=None, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
 class Completion:
     prompt_ids: Tokens
     completion_ids: Tokens
@@ -147,13 +136,10 @@ class Completion:
     sampled: Mask | None = None  # True for those of completion_ids that the policy sampled
     messages: Messages = None
     infos: Infos = field(default_factory=dict)  # rollout_infos of scheduler and environment
-    earlier: tuple[SentSequence, ...] = ()  # sequences before the last one, whose tokens are those above
+    # Versions of weights and numbers of sampled tokens. None: all are of weights_version, otherwise that is the oldest.
+    spans: list[tuple[StrictInt, StrictInt]] | None = None
     # of the prompt and all but the last token, [t - 1, layers, k], if the request asked for them
     routed_experts: Experts = field(default=None, compare=False)
-
-    def without_experts(self) -> Completion:
-        earlier = tuple(replace(sequence, routed_experts=None) for sequence in self.earlier)
-        return replace(self, routed_experts=None, earlier=earlier)
 
     def to_json(self) -> dict[str, Any]:
         """Return the completion in JSON types."""
@@ -193,6 +179,7 @@ class ServerStatus:
     videos_per_prompt: StrictInt
     quantization: str  # its --rollout_quantization
     returns_experts: StrictBool  # it can report which experts its routers choose
+    updates_in_flight: StrictBool  # it can load weights while it generates
     conversations: ConversationSettings | None  # None: a completion is one turn
     model: dict[str, Any]  # values of its config.json that must equal the trainer's
 

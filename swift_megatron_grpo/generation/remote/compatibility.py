@@ -10,6 +10,7 @@ from swift_megatron_grpo.settings.servers import RemoteTurnsConfig
 from swift_megatron_grpo.weights.load.quantization import mismatch
 
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+_SEVERAL_SAMPLES = ("thinking_tips_scheduler",)  # schedulers that return several samples per request
 # Parts of a model, the kinds of media that they embed, and the limits with which vLLM leaves them out.
 _PARTS = (
     ("image and video part", {"image", "video"}, """{"image": 0, "video": 0}"""),
@@ -44,6 +45,11 @@ def problems_of(status: ServerStatus, config: ServerConfig) -> list[str]:
         ),
         "it was started with max_logprobs 0 in --vllm_engine_kwargs, so it cannot return the log-probs of sampled "
         "tokens, which measure how far the policy has moved since; leave that setting out": status.max_logprobs == 0,
+        "it loads weights only while it generates nothing, because its engine runs on several devices or takes media, "
+        "and --in_flight_weight_updates true updates it while it generates; start one `swift rollout` per GPU, with "
+        """--vllm_limit_mm_per_prompt '{"image": 0, "video": 0, "audio": 0}', or leave that flag out""": (
+            config.updates_in_flight and not status.updates_in_flight
+        ),
         "it does not report the experts that its routers choose, which --router_replay_mode R3 and "
         "--router_agreement_samples read; start it with --vllm_engine_kwargs "
         """'{"enable_return_routed_experts": true}'""": config.returns_experts and not status.returns_experts,
@@ -145,6 +151,11 @@ def conflicts_with_run(server: ConversationSettings | None, run: RemoteTurnsConf
             f"it runs multi-turn conversations ({_as_flags(server)}), but this run requests single-turn completions; "
             f"add --multi_turn_scheduler {server.scheduler} here (or --vllm_server_pass_dataset true, as scripts for "
             "ms-swift's trainer do), or start it without"
+        ]
+    if server.scheduler in _SEVERAL_SAMPLES:
+        return [
+            f"its --multi_turn_scheduler {server.scheduler} returns several samples of one request, but here a "
+            "conversation is one sample; start it with another scheduler"
         ]
     values = {
         "multi_turn_scheduler": (server.scheduler, run.scheduler),

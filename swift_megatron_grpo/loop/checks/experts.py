@@ -27,8 +27,7 @@ class WrongExperts(RuntimeError):
 def check_experts(rollouts: Iterable[Rollout], layers: ExpertLayers) -> None:
     """Raise WrongExperts for the first completion whose experts cannot be those of this model's routers."""
     for rollout in rollouts:
-        reported = (sequence.routed_experts for sequence in rollout.sequences if sequence.routed_experts is not None)
-        problem = next(filter(None, (problem_of_rows(rows, layers) for rows in reported)), None)
+        problem = None if rollout.routed_experts is None else problem_of_rows(rollout.routed_experts, layers)
         if problem is not None:
             raise WrongExperts(f"a completion of prompt {rollout.prompt.prompt_id}: vLLM {problem}; {_ADVICE}")
 

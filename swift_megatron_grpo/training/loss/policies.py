@@ -3,11 +3,17 @@
 r: importance ratio at --importance_sampling_level, A: advantage, both per token.
 """
 
+import math
+
 import torch
 
 from swift_megatron_grpo.settings.losses import LossConfig
-from swift_megatron_grpo.training.loss.averages import sequence_max, sequence_min, token_mean
+from swift_megatron_grpo.training.loss.averages import sequence_max, sequence_mean, sequence_min, token_mean
 from swift_megatron_grpo.training.loss.terms import SAFE, Metrics, Terms
+
+_DPPO_TRUNCATION = 20.0  # of the ratio, and below: the authors' values
+_DPPO_LEAST = 1e-8
+_VESPO_LEAST = math.log(1e-8)  # the authors'
 
 
 def clipped(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
@@ -71,6 +77,48 @@ def sapo(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
     positive = 4 / tau_pos * torch.sigmoid(tau_pos * (terms.ratio - 1))
     negative = 4 / tau_neg * torch.sigmoid(tau_neg * (terms.ratio - 1))
     return -torch.where(terms.advantages > 0, positive, negative) * terms.advantages, {}
+
+
+def vespo(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
+    """Compute VESPO, https://arxiv.org/abs/2602.10693: a soft weight by the ratio of the whole completion.
+
+    - sg[phi(W)] A log pi    with W = prod_t r_t, phi(W) = W^k exp(lambda (1 - W)), and k_pos, lambda_pos if A >= 0
+    """
+    rows, settings = terms.rows, config.vespo
+    log_weight = rows.lay(terms.log_ratio.detach().clamp(-SAFE, SAFE)).sum(1).clamp(_VESPO_LEAST, SAFE)
+    log_weight = rows.spread(log_weight)
+    good = terms.advantages >= 0
+    power = torch.where(good, settings.vespo_k_pos, settings.vespo_k_neg)
+    decay = torch.where(good, settings.vespo_lambda_pos, settings.vespo_lambda_neg)
+    phi = (power * log_weight + decay * (1 - log_weight.exp())).exp()
+    of_sequences = sequence_mean(rows.mean(phi), terms.batch)
+    return -phi * terms.advantages * terms.logprobs, {"vespo/phi_seq_mean": of_sequences}
+
+
+def dppo_tv(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
+    """Compute DPPO, https://arxiv.org/abs/2602.04879: a token is masked by how much probability its policy has moved.
+
+    - sg[min(r, 20)] A log pi, or 0 where pi - pi_old > epsilon_high and A > 0, or pi_old - pi > epsilon and A <= 0
+
+    The difference of two probabilities is the total variation of the policies if all other tokens are taken as one.
+    """
+    moved = terms.logprobs.detach().exp() - terms.old.exp()
+    return _masked(terms, torch.where(terms.advantages > 0, moved <= config.high, moved >= -config.epsilon))
+
+
+def dppo_kl(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
+    """Compute DPPO, in the same paper, with KL(pi_old | pi) of that one token and all others as the distance."""
+    now, old = terms.logprobs.detach(), terms.old
+    others_now, others_old = (-torch.expm1(logprobs).clamp(max=0) + _DPPO_LEAST for logprobs in (now, old))
+    distance = old.exp() * (old - now) + (1 - old.exp()) * (others_old / others_now).log()
+    near = torch.where(terms.advantages > 0, distance <= config.high, distance <= config.epsilon)
+    return _masked(terms, near | torch.where(terms.advantages > 0, now <= old, now >= old))
+
+
+def _masked(terms: Terms, kept: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+    weight = terms.ratio.detach().clamp(max=_DPPO_TRUNCATION) * kept
+    loss = -weight * terms.advantages * terms.logprobs
+    return loss, {"actor/clipfrac": token_mean((~kept).float(), terms.batch)}
 
 
 def fipo(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, Metrics]:

@@ -16,6 +16,7 @@ from swift_megatron_grpo.cli.check_layouts.layouts import Variant
 from swift_megatron_grpo.cli.check_layouts.ranks import fixed_samples
 
 SAMPLES, GROUP = 16, 4
+MU = 0.3  # share of the answers in the loss
 QUANTILE = 0.38  # of tokens, by entropy; no entropy is near the threshold
 
 
@@ -23,15 +24,43 @@ def main(out: str, flags: list[str], layout: str) -> None:
     """Write the metrics of every step to OUT.LAYOUT.json. The learning rate must be too small to change a weight."""
     from swift.megatron.pipelines.train.rlhf import MegatronRLHF
 
+    from swift_megatron_grpo.training.loss import with_answers
+
     trainer = MegatronRLHF([*flags, *Variant.parse(layout).flags()]).prepare_trainer()
     trainer.setup_model_training()
     engine = trainer.build_engine()
     samples = make_samples(engine, trainer.config.padded_vocab_size)
-    report = {name: engine.train_step(samples, *loss) for name, loss in make_losses().items()}
+    losses = make_losses()
+    report = {name: engine.train_step(samples, *loss) for name, loss in losses.items()}
+    report |= {name: engine.train_step(with_teacher(samples), *loss) for name, loss in make_taught_losses().items()}
+    answers = make_answers(trainer.config.padded_vocab_size)
+    loss, outputs = losses["dapo"]
+    report["answers"] = engine.train_step([*samples, *answers], with_answers(loss, MU, phi=False), outputs)
+    report["nll of answers"] = {"mean": nll_without_temperature(engine, answers)}
     report["once"] = once_per_step(engine, samples)
     report["selected"] = engine.train_step(samples, *make_losses()["dapo"])  # only of the selected tokens
     if torch.distributed.get_rank() == 0:
         Path(f"{out}.{layout}.json").write_text(json.dumps(report))
+
+
+def make_answers(vocab_size: int) -> list[Any]:
+    """Return as many answers for SFT as there are completions, each a group of its own."""
+    samples = fixed_samples(vocab_size, SAMPLES, seed=8)
+    return [replace(s, group=-1 - i, sft_weights=[1.0] * sum(s.completion_mask)) for i, s in enumerate(samples)]
+
+
+def nll_without_temperature(engine: Any, answers: list[Any]) -> float:
+    """Return the mean loss of a token of the answers, from a pass at a temperature of 1."""
+    from swift_megatron_grpo.runtime.parallel import Coordinator
+
+    settings = engine.passes.settings
+    assert settings.temperature != 1
+    engine.passes.settings = replace(settings, temperature=1.0)
+    values = engine.infer([replace(sample, sft_weights=None) for sample in answers])
+    engine.passes.settings = settings
+    sums = {index: np.asarray(value.logprobs) for index, value in values.items()}
+    gathered = Coordinator(timedelta(minutes=1)).gather_samples(sums, engine.parallel)
+    return float(-np.concatenate(list(gathered.values())).mean())
 
 
 def make_losses() -> dict[str, Any]:
@@ -58,6 +87,32 @@ def make_losses() -> dict[str, Any]:
     masked = replace(correction, rollout_importance_sampling_mode="sequence_mask", off_policy_sequence_mask_delta=0.05)
     configs["sequence_mask"] = replace(plain, correction=masked)
     return {name: (make_loss(config), ("logprob", "entropy")) for name, config in configs.items()}
+
+
+def make_taught_losses() -> dict[str, Any]:
+    from swift_megatron_grpo.settings.distillation import Rlsd, Sdar
+    from swift_megatron_grpo.settings.losses import LossConfig
+    from swift_megatron_grpo.training.loss import make_loss
+
+    plain = LossConfig(loss_type="grpo", epsilon=0.2, epsilon_high=0.3, beta=0.0)
+    configs = {
+        "rlsd": replace(plain, rlsd=Rlsd(advantage_reweight="rlsd")),
+        "sdar": replace(plain, sdar=Sdar(sdar_loss_coef=0.1)),
+    }
+    return {name: (make_loss(config), ("logprob",)) for name, config in configs.items()}
+
+
+def with_teacher(samples: list[Any]) -> list[Any]:
+    rng = random.Random(7)
+    ratios = [[rng.gauss(0, 0.5) for _ in sample.old_logprobs] for sample in samples]
+    return [
+        replace(
+            sample,
+            teacher_ratios=gaps,
+            teacher_logprobs=[a + b for a, b in zip(sample.old_logprobs, gaps, strict=True)],
+        )
+        for sample, gaps in zip(samples, ratios, strict=True)
+    ]
 
 
 def make_samples(engine: Any, vocab_size: int) -> list[Any]:

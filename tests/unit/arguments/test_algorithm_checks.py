@@ -8,7 +8,7 @@ import pytest
 
 from swift_megatron_grpo.grading.advantages import BASELINES
 from swift_megatron_grpo.settings.algorithm import ESTIMATORS, Algorithm, defaults_of
-from swift_megatron_grpo.settings.losses import CLIPS_RATIO, Correction, Fipo, Kl, LossConfig, Sapo
+from swift_megatron_grpo.settings.losses import CLIPS_RATIO, Correction, Fipo, Kl, LossConfig, Sapo, Vespo
 from swift_megatron_grpo.settings.rewards import Rewards
 from swift_megatron_grpo.settings.run import Checkpoints
 from swift_megatron_grpo.training.loss import LOSSES
@@ -48,6 +48,14 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "dual": ({"dual_clip": 1.3, "epsilon_high": 0.4}, ["--dual_clip 1.3 must be above 1 + epsilon_high = 1.4"]),
     "both": ({"dual_clip": 3.0, "delta": 3.0}, ["--delta and --dual_clip bound the same tokens"]),
     "delta cispo": ({"loss_type": "cispo", "delta": 3.0}, ["--loss_type cispo does not clip ratios; leave it out"]),
+    "vespo mode": (
+        {"loss_type": "vespo", "rollout_importance_sampling_mode": "token_mask"},
+        ["weights whole completions", "use --old_logprobs engine"],
+    ),
+    "vespo level": (
+        {"loss_type": "vespo", "importance_sampling_level": "sequence"},
+        ["--importance_sampling_level sequence has no effect on --loss_type vespo", "leave it out"],
+    ),
     "real splits": ({"loss_type": "real"}, ["micro_batch_size (1) splits groups", "use --micro_batch_size 8"]),
     "real splits 12": ({"loss_type": "real", "micro_batch_size": 12}, ["use --micro_batch_size 16"]),
     "real budget": ({**REAL, "max_tokens_per_micro_batch": 4096}, ["--max_tokens_per_micro_batch", "leave it out"]),
@@ -98,7 +106,7 @@ ACCEPTED: list[dict[str, Any]] = [
 
 
 def faults_of(typed: dict[str, Any]) -> str:  # noqa: F811
-    groups = (Algorithm, LossConfig, Sapo, Fipo, Correction, Kl)
+    groups = (Algorithm, LossConfig, Sapo, Vespo, Fipo, Correction, Kl)
     return "\n".join(filter(None, (faults(group, **typed) for group in groups)))
 
 

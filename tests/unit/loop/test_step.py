@@ -12,6 +12,7 @@ from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.loop.step import GRPOLoop
 from swift_megatron_grpo.output.recording.rows import Limits, no_images
 from swift_megatron_grpo.output.recording.unfinished import UnfinishedRollout, read_unfinished, shared_settings
+from swift_megatron_grpo.settings.distillation import Rlsd, Sdar
 from swift_megatron_grpo.settings.losses import Correction, LossConfig
 from swift_megatron_grpo.types import Prompt, Sample
 from tests.fakes.generation import LOGPROB
@@ -19,6 +20,7 @@ from tests.fakes.runs import PROMPTS, ROWS, STEP, FakeRun, fake_run, kl_of, rout
 
 BEFORE = -2.0  # log-prob of a token before the first update
 LOSS = LossConfig(loss_type="grpo", epsilon=0.2, epsilon_high=0.2, beta=0.0)
+SDAR = replace(LOSS, sdar=Sdar(sdar_loss_coef=0.1))
 
 
 def loop_of(run: FakeRun, steps_done: int = 0, unfinished: UnfinishedRollout | None = None) -> GRPOLoop:
@@ -132,6 +134,22 @@ def test_a_teacher_of_stale_completions_is_compared_with_the_trainer() -> None:
     assert found == [[[-2.5 - BEFORE]] * 6, [[-2.5 - BEFORE - STEP]] * 6]
 
 
+def test_sdar_compares_the_teacher_without_a_pass_of_the_policy() -> None:
+    run = fake_run(steps_per_generation=2, teacher=-2.5, loss=SDAR)
+    train(run, 2)
+    assert run.events.count("infer") == 1 and run.events.count("teacher") == 2
+    found = [[(sample.teacher_ratios, sample.teacher_logprobs) for sample in batch] for batch in run.policy.trained]
+    assert found == [[(None, [-2.5])] * 3] * 2
+
+
+def test_the_weight_of_rlsd_changes_between_rollouts_alone() -> None:
+    rlsd = Rlsd(advantage_reweight="rlsd", rlsd_lambda=0.8, rlsd_lambda_warmup_steps=4)
+    run = fake_run(steps_per_generation=2, teacher=-2.5, loss=replace(LOSS, rlsd=rlsd))
+    weights = [0.0, 0.0, 0.4, 0.4, 0.8, 0.8]
+    assert [metrics["rlsd_lambda"] for metrics in train(run, 6)] == weights
+    assert [loss.keywords["config"].rlsd.rlsd_lambda for loss in run.policy.losses] == weights
+
+
 def test_a_kl_in_the_reward_is_not_part_of_the_loss() -> None:
     run = fake_run(loss=replace(LOSS, beta=0.1), kl=kl_of(in_reward=True))
     [metrics] = train(run, 1)
@@ -150,35 +168,9 @@ def test_completions_that_are_left_out_have_no_kl() -> None:
     assert metrics["kl"] == metrics["kl_per_token"] == pytest.approx(BEFORE + 3.0)
 
 
-def test_a_batch_has_all_sequences_of_its_completions() -> None:
-    run = fake_run(steps_per_generation=3)  # a group of two completions in each step
-    run.engine.earlier = 2
-    metrics = train(run, 3)
-    assert metrics[0]["num_sequences"] == 2 and metrics[0]["completions/mean_length"] == 2  # 3 and 1
-    for number, batch in enumerate(run.policy.trained):
-        assert [sample.completion - 2 * number for sample in batch] == [0, 0, 0, 1]
-        assert len({sample.advantage for sample in batch[:3]}) == 1 and {sample.group for sample in batch} == {number}
-        assert [sample.tokens[:2] for sample in batch[:2]] == [[1, 9]] * 2
-
-
-def test_the_kl_in_the_reward_is_that_of_all_sequences() -> None:
-    run = fake_run(loss=replace(LOSS, beta=0.1), kl=kl_of(in_reward=True))
-    run.engine.earlier = 2
-    train(run, 1)
-    gains = [graded.rewards[0] - graded.reward for graded in run.logged]  # type: ignore[operator]
-    assert gains == pytest.approx([0.3 * (BEFORE + 3.0), 0.1 * (BEFORE + 3.0)] * 3)
-
-
-def test_the_real_loss_refuses_several_sequences() -> None:
-    run = fake_run(loss=replace(LOSS, loss_type="real"))
-    run.engine.earlier = 1
-    with pytest.raises(RuntimeError, match=r"--loss_type real .* 6 completions have 9: .* use another --loss_type"):
-        train(run, 1)
-
-
 def test_an_adaptive_beta_follows_the_kl_of_each_step() -> None:
     run = fake_run(loss=replace(LOSS, beta=0.1), kl=kl_of(target=0.05, horizon=60))
-    run.policy.kl, run.engine.earlier = 0.1, 1
+    run.policy.kl = 0.1
     metrics = train(run, 3)  # the KL of 0.1 is above the target: the error is clipped to 0.2, for 6 of 60 completions
     assert [step["kl_beta"] for step in metrics] == pytest.approx([0.1, 0.1 * 1.02, 0.1 * 1.02**2])
 
@@ -227,20 +219,21 @@ def saved(loop: GRPOLoop, run: FakeRun, folder: Path, rollouts_done: int = 0) ->
     return read_unfinished(folder, rollouts_done, settings, prompts.__getitem__, Limits(99, 1), no_images)
 
 
-@pytest.mark.parametrize(("iterations", "teacher", "earlier"), [(1, None, 0), (2, None, 1), (1, -2.5, 2), (2, -2.5, 0)])
+@pytest.mark.parametrize(
+    ("iterations", "teacher", "loss"),
+    [(1, None, LOSS), (2, None, LOSS), (1, -2.5, LOSS), (2, -2.5, LOSS), (2, -2.5, SDAR)],
+)
 def test_a_run_that_resumes_between_two_steps_of_a_rollout_trains_the_same(
-    tmp_path: Path, iterations: int, teacher: float | None, earlier: int
+    tmp_path: Path, iterations: int, teacher: float | None, loss: LossConfig
 ) -> None:
-    whole = fake_run(steps_per_generation=2, num_iterations=iterations, teacher=teacher)
-    whole.engine.earlier = earlier
+    whole = fake_run(steps_per_generation=2, num_iterations=iterations, teacher=teacher, loss=loss)
     loop = loop_of(whole)
     loop.train_step()
     unfinished = saved(loop, whole, tmp_path)
     for _ in range(2 * iterations):
         loop.train_step()
 
-    resumed = fake_run(steps_per_generation=2, num_iterations=iterations, teacher=teacher)
-    resumed.engine.earlier = earlier
+    resumed = fake_run(steps_per_generation=2, num_iterations=iterations, teacher=teacher, loss=loss)
     again = loop_of(resumed, steps_done=1, unfinished=unfinished)
     resumed.policy.parameter += STEP
     for _ in range(2 * iterations):

@@ -7,6 +7,7 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas
@@ -24,7 +25,7 @@ from swift_megatron_grpo.output.recording.folder import (
 )
 from swift_megatron_grpo.output.recording.reading import EarlierRollouts, RolloutReplay
 from swift_megatron_grpo.output.recording.rows import BadRow, Limits, sealed
-from swift_megatron_grpo.types import Graded, Prompt, Rollout, TokenSequence
+from swift_megatron_grpo.types import Graded, Prompt, Rollout
 from tests.unit.output.disk.small_files import file_size_limit
 
 SETTINGS = Settings(num_generations=2, generation_batch_size=4, temperature=0.7, reward_funcs=("Letters", "Length"))
@@ -65,48 +66,33 @@ def test_rollouts_are_read_back_bit_for_bit(folder: Path) -> None:
         assert rewards == [graded.rewards for graded in completions(seed)]
 
 
-def several_sequences() -> list[Graded]:
-    experts = np.arange(8, dtype=np.uint8).reshape(2, 2, 2)
-    earlier = (TokenSequence([1, 2], [3, 4], [-1.0], [True, False], experts), TokenSequence([9], [8], None))
+def with_spans(spans: list[tuple[int, int]] | None) -> list[Graded]:
+    """Return completions of four tokens."""
     return [
-        replace(graded, rollout=replace(graded.rollout, messages=[{"role": "user"}], earlier=earlier))
-        for graded in completions()
+        replace(one, rollout=replace(one.rollout, completion_ids=[1] * 4, logprobs=[-1.0] * 4, spans=spans))
+        for one in completions()
     ]
 
 
-def test_earlier_sequences_are_read_back_bit_for_bit(folder: Path) -> None:
-    RolloutDump(folder, SETTINGS, first=0, writes_here=True).write(0, 0, several_sequences())
+def test_spans_are_read_back_and_no_others_are_written(folder: Path) -> None:
+    dump = RolloutDump(folder, SETTINGS, first=0, writes_here=True)
+    dump.write(0, 0, with_spans([(3, 1), (5, 3)]))
     rollouts, _ = RolloutReplay(folder, LIMITS).take(0, 0, PROMPTS, 2)
-    assert rollouts == [graded.rollout for graded in several_sequences()]
-    first, second = rollouts[0].earlier
-    assert first.routed_experts is not None and first.routed_experts.flatten().tolist() == list(range(8))
-    assert second.routed_experts is None
+    assert [rollout.spans for rollout in rollouts] == [[(3, 1), (5, 3)]] * 4
+    dump.write(0, 0, with_spans(None))
+    assert b"spans" not in (folder / "rollout-000000.jsonl").read_bytes()
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "problem"),
-    [
-        ("completion_ids", [3, 300], r"completion_ids\[1\] is 300, but the model has the tokens 0 to 299"),
-        ("logprobs", [-1.0, -2.0], "logprobs has 2 values for 1 sampled tokens"),
-        ("sampled", [True], "sampled has 1 values for 2 tokens"),
-        ("prompt_ids", [], "prompt_ids is .*, which has no token"),
-        ("routed_experts", {"shape": [4, 1, 1]}, "routed_experts cannot be read"),
-        (None, "no sequence", r"earlier\[0\] is 'no sequence', which is not a sequence"),
-    ],
+    "spans", [[], [[3, 4.0]], [[4, 4]], [[3, 1], [3, 3]], [[3, 1], [5, 2]], [[3, 5], [5, -1]], [3, 4], {"3": 4}, [[3]]]
 )
-def test_an_earlier_sequence_that_no_run_writes_is_refused(
-    folder: Path, field: str | None, value: object, problem: str
-) -> None:
-    RolloutDump(folder, SETTINGS, first=0, writes_here=True).write(0, 0, several_sequences())
+def test_spans_that_no_run_has_written_are_refused(folder: Path, spans: Any) -> None:
+    dump = RolloutDump(folder, SETTINGS, first=0, writes_here=True)
+    dump.write(0, 0, with_spans([(3, 1), (5, 3)]))
     path = folder / "rollout-000000.jsonl"
-    row, *others = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
-    if field is None:
-        row["earlier"][0] = value
-    else:
-        row["earlier"][0][field] = value
-    path.write_text("".join(json.dumps(each) + "\n" for each in (row, *others)))
-    seal_again(path)
-    with pytest.raises(BadRow, match=problem):
+    rows = [json.loads(line) | {"spans": spans} for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    path.write_text("".join(sealed({name: row[name] for name in row if name != "crc32"}) for row in rows))
+    with pytest.raises(Exception, match="spans"):
         RolloutReplay(folder, LIMITS).take(0, 0, PROMPTS, 2)
 
 

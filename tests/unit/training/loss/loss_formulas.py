@@ -6,6 +6,8 @@ from the paper are marked (ms-swift).
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from swift_megatron_grpo.settings.losses import LossConfig
@@ -54,24 +56,19 @@ def total(step: Step, now: list[Value], config: LossConfig) -> Value:
 
 def average(step: Step, of_tokens: dict[int, list[Value]], config: LossConfig) -> Value:
     in_loss = [sum(s.completion_mask) + s.left_out for s in step.samples]
-    completions, tokens = len({owner(step, i) for i, n in enumerate(in_loss) if n > 0}), sum(in_loss)
+    sequences, tokens = sum(n > 0 for n in in_loss), sum(in_loss)
     total = number(0.0)
-    for i, rows in of_tokens.items():
-        in_all_sequences = sum(len(others) for j, others in of_tokens.items() if owner(step, j) == owner(step, i))
+    for rows in of_tokens.values():
         for value in rows:
             if config.name in ("grpo", "sapo"):
-                total = total + value / in_all_sequences / completions
+                total = total + value / len(rows) / sequences
             elif config.name == "dr_grpo":
-                total = total + value / (completions * (config.max_completion_length or 0))
+                total = total + value / (sequences * (config.max_completion_length or 0))
+            elif config.name == "luspo":
+                total = total + value / sequences
             else:
                 total = total + value / tokens
     return total
-
-
-def owner(step: Step, i: int) -> tuple[str, int]:
-    """Return the completion of a sequence."""
-    number = step.samples[i].completion
-    return ("alone", i) if number < 0 else ("completion", number)
 
 
 def log_ratios(step: Step, i: int, now: Value) -> list[Value]:
@@ -95,6 +92,12 @@ def policy_loss(step: Step, i: int, t: int, now: Value, ratios: list[Value], con
     if config.name == "sapo":
         tau = config.sapo.tau_pos if advantage > 0 else config.sapo.tau_neg
         return -(4 / tau) / (1 + (-tau * (r - 1)).exp()) * advantage
+    if config.name == "vespo":
+        return -vespo_weight(log_ratios(step, i, now), advantage, config) * advantage * now[t]
+    if config.name in ("dppo_tv", "dppo_kl"):
+        old = step.samples[i].old_logprobs
+        kept = is_near(now[t].item(), now[t].item() if old is None else old[t], advantage, config)
+        return -min(r.item(), 20.0) * advantage * now[t] * kept
     loss = -surrogate(r, advantage, config)
     if config.name == "fipo":
         loss = loss * fipo_weight(log_ratios(step, i, now), ratios, t, advantage, config)
@@ -112,6 +115,28 @@ def surrogate(r: Value, advantage: float, config: LossConfig) -> Value:
     if config.dual_clip is not None and advantage < 0 and gain < config.dual_clip * advantage:
         gain = number(config.dual_clip * advantage)
     return gain
+
+
+def is_near(now: float, old: float, advantage: float, config: LossConfig) -> bool:
+    """Return False if DPPO masks the token: both policies are taken as coins that show this token or another."""
+    p, q = math.exp(now), math.exp(old)
+    limit = config.high if advantage > 0 else config.epsilon
+    if (p <= q) if advantage > 0 else (p >= q):
+        return True
+    if config.name == "dppo_tv":
+        return abs(p - q) <= limit
+    others = [max(1 - x, 0) + 1e-8 for x in (q, p)]
+    return q * math.log(q / p) + (1 - q) * math.log(others[0] / others[1]) <= limit
+
+
+def vespo_weight(log_ratio: list[Value], advantage: float, config: LossConfig) -> float:
+    """Compute phi(W) with W, the ratio of the whole completion, in [1e-8, e^20]."""
+    settings = config.vespo
+    k, decay = settings.vespo_k_pos, settings.vespo_lambda_pos
+    if advantage < 0:
+        k, decay = settings.vespo_k_neg, settings.vespo_lambda_neg
+    weight = min(max(math.exp(sum(x.item() for x in log_ratio)), 1e-8), math.exp(20))
+    return weight**k * math.exp(decay * (1 - weight))
 
 
 def fipo_weight(log_ratio: list[Value], ratios: list[Value], t: int, advantage: float, config: LossConfig) -> float:
