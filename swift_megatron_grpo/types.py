@@ -6,7 +6,7 @@ m completion tokens of a packed micro batch, s samples, k experts of a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, ClassVar, Literal
@@ -19,20 +19,7 @@ import torch
 # Not numpy's NDArray, which is not a class from numpy 2.5 on: messages compare the types of their fields with values.
 ExpertRows = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
-# Consecutive sampled tokens that weights of one version generated: the version, and the number of tokens.
-Span = tuple[int, int]
-
 Quantization = Literal["none", "fp8"]  # of the engine: --rollout_quantization
-
-
-def span_problem(spans: Sequence[Sequence[int]], oldest: int, sampled: int) -> str | None:
-    """Return why these cannot be the spans of `sampled` tokens, the first of version `oldest`; None: they can."""
-    versions, tokens = [version for version, _ in spans], [count for _, count in spans]
-    if versions[:1] != [oldest] or versions != sorted(set(versions)):
-        return f"their versions do not ascend from {oldest}"
-    if min(tokens) < 1 or sum(tokens) != sampled:
-        return f"they are not of {sampled} sampled tokens"
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +40,10 @@ class Rollout:
     logprobs: list[float] | None  # of the sampled tokens, under the engine's weights, at the sampling temperature
     text: str  # decoded completion; with several turns the last turn
     finish_reason: str  # "stop" or "length"
-    weights_version: int  # version of the weights that generated it; with several, the oldest
+    weights_version: int  # version of the weights that generated it
     sampled: list[bool] | None = None  # [c] True for tokens that the policy sampled; None: all
     messages: list[dict[str, Any]] | None = None  # with several turns: the conversation, with the last response
     infos: dict[str, Any] = field(default_factory=dict)  # rollout_infos of ms-swift's schedulers
-    spans: list[Span] | None = None  # of the sampled tokens, in order; None: one version generated all
     routed_experts: ExpertRows | None = field(default=None, compare=False)  # of the first tokens, by the engine
 
     @property
@@ -74,11 +60,6 @@ class Rollout:
     def length(self) -> int:
         """Number of tokens that the policy sampled."""
         return sum(self.sampled_mask)
-
-    @property
-    def spans_of_weights(self) -> list[Span]:
-        """The spans of its sampled tokens, also if there is one alone."""
-        return [(self.weights_version, self.length)] if self.spans is None else self.spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +166,8 @@ class Sample:
     truncated: bool = False
     old_logprobs: list[float] | None = None  # [c]
     ref_logprobs: list[float] | None = None  # [c]
+    token_advantages: list[float] | None = None  # [c] in place of `advantage`; None: it is that of all tokens
     teacher_ratios: list[float] | None = None  # [c] log(teacher / policy), by the weights that trained it first
-    teacher_logprobs: list[float] | None = None  # [c] with SDAR, which compares the teacher with the current policy
     teacher_tokens: list[int] | None = None  # the completion after the teacher's own prompt; None: as in `tokens`
     tag: str | None = None  # of its row, which picks its teacher; None: there are not several
     rollout_logprobs: list[float] | None = None  # [c]
@@ -196,3 +177,8 @@ class Sample:
     images: tuple[PlacedImage, ...] = ()  # in the order of their tokens
     # of the first tokens; below 0, and in all further rows: the router chooses. None: it chooses for all tokens
     routed_experts: ExpertRows | None = field(default=None, compare=False)
+
+    @property
+    def advantages(self) -> list[float]:
+        """The advantage of each trained token, [c]."""
+        return [self.advantage] * sum(self.completion_mask) if self.token_advantages is None else self.token_advantages

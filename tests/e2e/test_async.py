@@ -17,7 +17,6 @@ from tests.support.servers import KEY, RolloutServer
 pytestmark = pytest.mark.e2e
 EXACT = ["--torch_dtype", "float32", "--fp16", "false", "--seed_completions", "true"]
 AHEAD = ["--async_generate", "true"]
-IN_FLIGHT = [*AHEAD, "--max_staleness", "2", "--seed_completions", "false", "--in_flight_weight_updates", "true"]
 
 
 @pytest.fixture(scope="module")
@@ -104,27 +103,6 @@ def test_one_rollout_ahead_has_staleness_1_and_can_be_replayed(
     assert numbers(replay, "actor/approxkl") == numbers(run, "actor/approxkl")
 
 
-def test_weights_in_flight_reach_completions_that_are_being_generated(
-    folder: Path, dense: Path, dataset: Path, server: RolloutServer
-) -> None:
-    """Completions have tokens of several versions, none of them too stale, and a replay has the same numbers."""
-    rollouts = folder / "rollouts in flight"
-    flags = ["--train_iters", "8", "--save_steps", "100", "--lr", "3e-3", "--max_completion_length", "200"]
-    run = train(dense, dataset, folder / "in flight", server, [*flags, *IN_FLIGHT, "--rollout_dump", str(rollouts)])
-    assert len(run.log) == 8 and max(step["rollout/staleness_max"] for step in run.log) == 2
-    assert max(step["rollout/weight_versions"] for step in run.log) > 1
-    dumped = [read_json_lines(file) for file in sorted(rollouts.glob("rollout-*.jsonl"))]
-    for number, rows in enumerate(dumped):
-        used = {version for row in rows for version, _ in row.get("spans", [[row["weights_version"], 0]])}
-        assert number - 2 <= min(used) and max(used) <= number
-    assert len({row["prompt_id"] for rows in dumped for row in rows}) * 4 == sum(map(len, dumped)) == 8 * 8
-
-    replayed = ["--rollout_replay", str(rollouts)]
-    replay = megatron_rlhf(dense, dataset, folder / "replay in flight", 2, [*EXACT, *flags, *replayed])
-    assert replay.code == 0, replay.output[-4000:]
-    assert numbers(replay, "actor/approxkl") == numbers(run, "actor/approxkl")
-
-
 @pytest.mark.thorough
 def test_one_rollout_ahead_is_corrected_for_its_staleness(
     folder: Path, dense: Path, dataset: Path, server: RolloutServer
@@ -189,31 +167,6 @@ def test_a_run_survives_a_restart_of_its_only_server(
     assert 3 in used[3] <= {2, 3} and used[4] == {3}
     dumped = pandas.concat(pandas.read_json(file, lines=True) for file in rollouts.glob("*.jsonl"))
     assert (dumped.groupby("prompt_id").size() == 4).all() and len(dumped) == 5 * 32
-
-
-@pytest.mark.slow
-def test_a_server_killed_in_the_middle_of_an_update_loses_nothing(folder: Path, dense: Path, dataset: Path) -> None:
-    killed, rollouts = folder / "killed", folder / "rollouts of a killed server"
-    plugin = ["--external_plugins", str(PLUGINS / "killed_in_update.py")]
-    server = RolloutServer(dense, folder / "killed server.txt", plugin, environment={"KILLED": str(killed)})
-    restarted: list[str] = []
-
-    def restart(line: str) -> None:
-        if "is lost" in line and not restarted:
-            restarted.append(line)
-            server.start()
-
-    try:
-        server.start().wait()
-        run = train(dense, dataset, folder / "killed in flight", server,
-                    ["--train_iters", "8", "--save_steps", "100", "--max_completion_length", "200", *IN_FLIGHT,
-                     "--vllm_server_timeout", "600", "--rollout_dump", str(rollouts)], on_line=restart)  # fmt: skip
-    finally:
-        server.stop()
-    assert restarted and any(json.loads(killed.read_text())) and "is back after" in run.output
-    dumped = [read_json_lines(file) for file in sorted(rollouts.glob("rollout-*.jsonl"))]
-    assert len(run.log) == len(dumped) == 8 and max(step["rollout/staleness_max"] for step in run.log) <= 2
-    assert len({row["prompt_id"] for rows in dumped for row in rows}) * 4 == sum(map(len, dumped)) == 8 * 8
 
 
 @pytest.mark.slow

@@ -27,18 +27,16 @@ class Engine:
     killed_after: int = -1  # groups
     events: list[str] = field(default_factory=list)
     rounding: float | None = None  # of the weight sync
-    in_flight: bool = False  # weights arrive while it generates
 
     def generate(self, requests: Sequence[Request], group_size: int, sampling: SamplingConfig) -> Generation:
         self.events.append("generate")
         self.requested.append(list(requests))
         self.with_logprobs.append(sampling.logprobs)
-        self.generations.append(Generation(self, list(requests), group_size, self.version))
+        self.generations.append(Generation(self, list(requests), group_size))
         return self.generations[-1]
 
     def to_engine(self, version: int, timer: PhaseTimer) -> dict[str, float]:
-        running = any(generation.is_running for generation in self.generations)
-        assert self.in_flight or not running, "new weights while it generates"
+        assert not any(generation.is_running for generation in self.generations), "new weights while it generates"
         self.events.append(f"sync {version}")
         self.version = version
         self.synced.append(version)
@@ -60,7 +58,6 @@ class Generation:
     engine: Engine
     requests: list[Request]
     group_size: int
-    version: int  # of the weights that it started with
 
     @property
     def is_running(self) -> bool:
@@ -78,8 +75,5 @@ class Generation:
 
     def _complete(self, request: Request) -> Rollout:
         token = 2 if request.seed is None else request.seed % 97
-        prompt, newest = request.prompt, self.engine.version
-        if self.engine.in_flight and newest != self.version:
-            spans = [(self.version, 1), (newest, 2)]
-            return Rollout(prompt, [1], [token] * 3, [LOGPROB] * 3, prompt.prompt_id, "stop", self.version, spans=spans)
-        return Rollout(prompt, [1], [token], [LOGPROB], prompt.prompt_id, "stop", newest)
+        prompt = request.prompt
+        return Rollout(prompt, [1], [token], [LOGPROB], prompt.prompt_id, "stop", self.engine.version)

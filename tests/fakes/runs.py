@@ -23,6 +23,7 @@ from swift_megatron_grpo.output.recording.reading import EarlierRollouts
 from swift_megatron_grpo.output.recording.rows import Limits
 from swift_megatron_grpo.packing.routing import ExpertLayers
 from swift_megatron_grpo.runtime.stopping.request import StopRequest
+from swift_megatron_grpo.settings.algorithm import ESTIMATORS
 from swift_megatron_grpo.settings.config import (
     EvaluationConfig,
     GradingConfig,
@@ -54,14 +55,16 @@ class Policy:
     events: list[str]
     parameter: torch.Tensor = field(default_factory=lambda: torch.tensor(-2.0))
     trained: list[list[Sample]] = field(default_factory=list)  # by step, as they were at its start
-    losses: list[Any] = field(default_factory=list)
+    betas: list[float] = field(default_factory=list)
     kl: float | None = None  # that a step reports
     parallel = None  # the place of this rank
     flops_of_last_step = 2e12
     passes = SimpleNamespace(expert_layers=ExpertLayers(1, (0,), 4, 2))
 
-    def infer(self, samples: Sequence[Sample], outputs: Sequence[str] = ("logprob",)) -> dict[int, TokenValues]:
-        self.events.append("infer")
+    def infer(
+        self, samples: Sequence[Sample], outputs: Sequence[str] = ("logprob",), temperature: float | None = None
+    ) -> dict[int, TokenValues]:
+        self.events.append("infer" if temperature is None else f"infer at {temperature}")
         return {index: self._values(sample) for index, sample in enumerate(samples)}
 
     def infer_and_record(self, samples: Sequence[Sample]) -> tuple[dict[int, TokenValues], dict[int, ExpertRows]]:
@@ -75,7 +78,6 @@ class Policy:
 
     def train_step(self, samples: Sequence[Sample], loss: Any, outputs: Sequence[str]) -> dict[str, float]:
         self.events.append("train")
-        self.losses.append(loss)
         self.trained.append([deepcopy(sample) for sample in samples])
         self.parameter += STEP
         return {"loss": 0.0, "grad_norm": 1.0, **({} if self.kl is None else {"kl": self.kl})}
@@ -150,9 +152,9 @@ def fake_run(
     rounding: float | None = None,
     top_entropy_quantile: float = 1.0,
     dropped: int = 0,
-    in_flight: bool = False,
     teacher: float | None = None,
     spare_groups: int | None = 0,
+    estimator: str = "grpo",
 ) -> FakeRun:
     """Create a run of rollouts of 3 prompts with 2 completions; with a `dump`, it continues what is in the folder.
 
@@ -161,7 +163,7 @@ def fake_run(
     """
     events: list[str] = []
     logged: list[Graded] = []
-    engine = Engine(events=events, rounding=rounding, in_flight=in_flight)
+    engine = Engine(events=events, rounding=rounding)
     policy = Policy(events)
     loss = loss or LossConfig(loss_type="grpo", epsilon=0.2, epsilon_high=0.2, beta=0.0)
     size = GROUP * PROMPTS
@@ -171,9 +173,9 @@ def fake_run(
             steps_per_generation=steps_per_generation, global_batch_size=size // steps_per_generation,
         ),
         num_iterations=num_iterations, max_staleness=max_staleness, top_entropy_quantile=top_entropy_quantile,
-        in_flight_weight_updates=in_flight,
         grading=GradingConfig(
-            num_generations=GROUP, reward_names=("length",), reward_weights=(1.0,), scale_rewards="group",
+            num_generations=GROUP, reward_names=("length",), reward_weights=(1.0,),
+            advantage_estimator=estimator, scale_rewards=ESTIMATORS[estimator].scale_rewards,
             bad_reward="drop" if dropped else "stop", max_resample_times=max_resample,
             spare_groups=spare_groups,
         ),

@@ -26,7 +26,6 @@ from swift.template import MaxLengthError
 from swift_megatron_grpo.generation.conversations.blocking import run_blocking_tools_in_threads
 from swift_megatron_grpo.generation.conversations.turns import Message, Turn, join, sampled_any, tokens_left, turn_seed
 from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS, Completion, InvalidRequest
-from swift_megatron_grpo.types import Span
 
 
 class NoRoom(Exception):
@@ -38,7 +37,6 @@ class TurnRecorder:
         self.recorded: list[Turn] = []
         self._tokens_of_all_turns = tokens_of_all_turns
         self.continues = False  # the last turn continued the assistant message of the turn before
-        self.spans: list[Span] | None = None  # of the last turn, from the engine
         self._seed, self._logprobs = sampling.seed, sampling.logprobs
         self._requested = 0
         self._ended = False
@@ -79,7 +77,7 @@ class TurnRecorder:
                 ) from None
             self._ended = True
             return empty_response(request)
-        self.recorded.append(replace(to_turn(response), spans=self.spans))
+        self.recorded.append(to_turn(response))
         return response
 
 
@@ -197,7 +195,6 @@ def finish(output: RolloutOutput, turns: Sequence[Turn], decode: Callable[[list[
         sampled=conversation.sampled,
         messages=messages,
         infos={**output.rollout_infos, "num_turns": len(turns), **lost},
-        spans=conversation.spans,
         routed_experts=conversation.routed_experts,
     )
 

@@ -23,7 +23,7 @@ from swift_megatron_grpo.packing.expert_rows import decode_rows, encode_rows
 from swift_megatron_grpo.types import ExpertRows
 
 T = TypeVar("T")
-PROTOCOL = 17  # increased by every change that is not compatible
+PROTOCOL = 16  # increased by every change that is not compatible
 NO_WEIGHTS = -1  # version of a server that has the checkpoint's weights, or newer ones only in part
 RUN_HEADER = "X-GRPO-Run"  # the name of the run that sends a request; the status shows it
 RUN_SECRET_HEADER = "X-GRPO-Run-Secret"  # proves that the request is from that run; no server reports it
@@ -136,8 +136,6 @@ class Completion:
     sampled: Mask | None = None  # True for those of completion_ids that the policy sampled
     messages: Messages = None
     infos: Infos = field(default_factory=dict)  # rollout_infos of scheduler and environment
-    # Versions of weights and numbers of sampled tokens. None: all are of weights_version, otherwise that is the oldest.
-    spans: list[tuple[StrictInt, StrictInt]] | None = None
     # of the prompt and all but the last token, [t - 1, layers, k], if the request asked for them
     routed_experts: Experts = field(default=None, compare=False)
 
@@ -179,7 +177,6 @@ class ServerStatus:
     videos_per_prompt: StrictInt
     quantization: str  # its --rollout_quantization
     returns_experts: StrictBool  # it can report which experts its routers choose
-    updates_in_flight: StrictBool  # it can load weights while it generates
     conversations: ConversationSettings | None  # None: a completion is one turn
     model: dict[str, Any]  # values of its config.json that must equal the trainer's
 

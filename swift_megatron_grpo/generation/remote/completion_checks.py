@@ -5,34 +5,23 @@ import math
 from swift_megatron_grpo.data.images import is_portable
 from swift_megatron_grpo.generation.protocol.messages import Completion
 from swift_megatron_grpo.settings.config import SamplingConfig, ServerConfig
-from swift_megatron_grpo.types import span_problem
 
 _ROUNDING = 1e-3  # a log-prob of 0 may be rounded up
 _FINISH_REASONS = ("stop", "length")
 
 
 def problem_of(
-    completion: Completion,
-    versions: range,
-    max_model_len: int,
-    sampling: SamplingConfig,
-    run: ServerConfig,
+    completion: Completion, weights_version: int, max_model_len: int, sampling: SamplingConfig, run: ServerConfig
 ) -> str | None:
-    """Return what is wrong with a completion, None if it can be trained.
-
-    `versions`: those that its weights can have, `max_model_len`: of its server.
-    """
+    """Return what is wrong with a completion, None if it can be trained. `max_model_len`: of its server."""
     prompt, tokens, logprobs = completion.prompt_ids, completion.completion_ids, completion.logprobs
     sampled = len(tokens) if completion.sampled is None else sum(completion.sampled)
     rows, layers = completion.routed_experts, run.model.get("num_hidden_layers")
     vocabulary = run.model.get("vocab_size")
-    oldest, newest = completion.weights_version, (completion.spans or [(completion.weights_version, sampled)])[-1][0]
-    expected = str(versions[0]) if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
-    spans = None if completion.spans is None else span_problem(completion.spans, oldest, sampled)
     problems = {
-        f"its weights have version {oldest}, not {expected}": oldest not in versions,
-        f"its last weights have version {newest}, not {expected}": newest not in versions,
-        f"it has spans, and {spans}": spans is not None,
+        f"its weights have version {completion.weights_version}, not {weights_version}": (
+            completion.weights_version != weights_version
+        ),
         "it has no prompt": not prompt,
         f"a token is not in the vocabulary of {vocabulary}": (
             min(prompt + tokens, default=0) < 0 or max(prompt + tokens, default=0) >= (vocabulary or math.inf)

@@ -15,7 +15,7 @@ import numpy as np
 
 from swift_megatron_grpo.output.disk.files import checksum
 from swift_megatron_grpo.packing.expert_rows import decode_rows, encode_rows
-from swift_megatron_grpo.types import ExpertRows, Graded, Prompt, Rollout, span_problem
+from swift_megatron_grpo.types import ExpertRows, Graded, Prompt, Rollout
 
 Rewards = list[float | None]  # one per reward function
 Digests = Callable[[Prompt], Sequence[str]]  # of the prompt's images; a line holds no bytes of them
@@ -78,8 +78,6 @@ def to_lines(completions: Iterable[Graded], digests: Digests) -> Iterator[str]:
             "conversation": rollout.messages,
             "rewards": graded.rewards,
         }
-        if rollout.spans is not None:  # only servers that update weights in flight
-            row["spans"] = rollout.spans
         if rollout.routed_experts is not None:  # most models have no experts
             row["routed_experts"] = encode_rows(rollout.routed_experts)
         yield sealed(row)
@@ -116,8 +114,7 @@ def from_line(line: bytes, prompt: Prompt, images: Sequence[str], limits: Limits
         _check_values(row, limits)
         _check_prompt(row, prompt, images)
         values = {name: row[name] for name in _OF_ROLLOUT}
-        spans = None if row.get("spans") is None else [(version, tokens) for version, tokens in row["spans"]]
-        rollout = Rollout(prompt, messages=row["conversation"], spans=spans, routed_experts=_experts(row), **values)
+        rollout = Rollout(prompt, messages=row["conversation"], routed_experts=_experts(row), **values)
         return rollout, row["rewards"]
     except KeyError as field:
         raise BadRow(f"the field {field} is missing") from None
@@ -177,11 +174,6 @@ def _check_values(row: Mapping[str, Any], limits: Limits) -> None:
         _require(bool(row[field]), field, row[field], "which is not a list of messages")
     version = row["weights_version"]
     _require(type(version) is int and version >= 0, "weights_version", version, "which is not the number of a step")
-    if row.get("spans") is not None:
-        sampled = len(row["completion_ids"]) if row["sampled"] is None else sum(row["sampled"])
-        _check_list("spans", row["spans"], "pairs", _is_span, "which is not a version and a number of tokens")
-        problem = span_problem(row["spans"], version, sampled)
-        _require(problem is None, "spans", row["spans"], f"and {problem}")
 
 
 def _check_tokens(row: Mapping[str, Any], last: int, beyond: str) -> None:
@@ -213,10 +205,6 @@ def _check_length(field: str, values: Sequence[Any], count: int, owners: str) ->
 
 def _is_logprob(value: Any) -> bool:
     return type(value) in (int, float) and -math.inf < value <= _ROUNDING
-
-
-def _is_span(value: Any) -> bool:
-    return isinstance(value, list) and [type(part) for part in value] == [int, int]
 
 
 def _is_reward(value: Any) -> bool:

@@ -7,7 +7,6 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas
@@ -64,36 +63,6 @@ def test_rollouts_are_read_back_bit_for_bit(folder: Path) -> None:
         rollouts, rewards = RolloutReplay(folder, LIMITS).take(1, draw, PROMPTS, 2)
         assert rollouts == [graded.rollout for graded in completions(seed)]
         assert rewards == [graded.rewards for graded in completions(seed)]
-
-
-def with_spans(spans: list[tuple[int, int]] | None) -> list[Graded]:
-    """Return completions of four tokens."""
-    return [
-        replace(one, rollout=replace(one.rollout, completion_ids=[1] * 4, logprobs=[-1.0] * 4, spans=spans))
-        for one in completions()
-    ]
-
-
-def test_spans_are_read_back_and_no_others_are_written(folder: Path) -> None:
-    dump = RolloutDump(folder, SETTINGS, first=0, writes_here=True)
-    dump.write(0, 0, with_spans([(3, 1), (5, 3)]))
-    rollouts, _ = RolloutReplay(folder, LIMITS).take(0, 0, PROMPTS, 2)
-    assert [rollout.spans for rollout in rollouts] == [[(3, 1), (5, 3)]] * 4
-    dump.write(0, 0, with_spans(None))
-    assert b"spans" not in (folder / "rollout-000000.jsonl").read_bytes()
-
-
-@pytest.mark.parametrize(
-    "spans", [[], [[3, 4.0]], [[4, 4]], [[3, 1], [3, 3]], [[3, 1], [5, 2]], [[3, 5], [5, -1]], [3, 4], {"3": 4}, [[3]]]
-)
-def test_spans_that_no_run_has_written_are_refused(folder: Path, spans: Any) -> None:
-    dump = RolloutDump(folder, SETTINGS, first=0, writes_here=True)
-    dump.write(0, 0, with_spans([(3, 1), (5, 3)]))
-    path = folder / "rollout-000000.jsonl"
-    rows = [json.loads(line) | {"spans": spans} for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
-    path.write_text("".join(sealed({name: row[name] for name in row if name != "crc32"}) for row in rows))
-    with pytest.raises(Exception, match="spans"):
-        RolloutReplay(folder, LIMITS).take(0, 0, PROMPTS, 2)
 
 
 def test_rewards_of_nan_and_infinity_are_read_back(folder: Path) -> None:
