@@ -28,7 +28,7 @@ AREAS = {
     "Algorithm": ("Algorithm", "LossConfig", "Vespo", "Chord", "Correction", "Kl", "Routing"),
     "Data": ("Data",),
     "Batches and speed": ("MicroBatches", "Kernels", "Offloading"),
-    "Reference and teacher": ("Reference", "Teacher"),
+    "Reference and teacher": ("Reference", "Teacher", "Rlsd", "Sdar"),
     "vLLM and servers": ("Sampling", "Servers", "ApiKey", "Asynchronous"),
     "LoRA, quantization and weight sync": ("Adapter",),
     "Rollouts on disk": ("Recording",),

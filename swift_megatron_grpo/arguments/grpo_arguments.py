@@ -30,7 +30,13 @@ from swift_megatron_grpo.arguments.refused import refusals
 from swift_megatron_grpo.arguments.resume import apply_resume, check_ranks_agree, raise_if_finished, typed_flags
 from swift_megatron_grpo.arguments.start_up_log import start_up_lines
 from swift_megatron_grpo.data.answers import Answer, encode_answers
-from swift_megatron_grpo.data.checks import check_rows, check_tags, checked_loading, without_row_numbers
+from swift_megatron_grpo.data.checks import (
+    check_no_earlier_turns,
+    check_rows,
+    check_tags,
+    checked_loading,
+    without_row_numbers,
+)
 from swift_megatron_grpo.data.encoded_rows import check_images, check_prompts, check_teacher_prompts, read_images
 from swift_megatron_grpo.data.evaluation_sets import rows_by_name
 from swift_megatron_grpo.data.files import downloaded
@@ -191,6 +197,8 @@ class GRPOArguments(DerivedArguments):
                     faults_of(check_rows, dataset, self.takes_images, self.takes_recordings, self.takes_videos),
                     faults_of_columns(self.reward_funcs, dataset),
                 )
+                if self.loss_scale.startswith("default"):
+                    faults = chain(faults, faults_of(check_no_earlier_turns, dataset))
                 raise_faults(f"--{name}: {fault}" for fault in faults)
                 images = read_images(dataset, template, self.takes_images, sent=self.uses_servers)
                 heard.append(max((row.recordings for row in images), default=0))

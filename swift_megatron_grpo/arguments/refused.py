@@ -38,6 +38,7 @@ _LENGTHS = "packed micro batches differ in length"
 
 # Flags that refine how ms-swift's own trainer works: the default, and why another value changes no result here.
 NOTED: Mapping[str, tuple[Any, str]] = {
+    "calculate_per_token_loss": (False, "the loss is divided by the tokens or completions of the step in any case"),
     "padding_free": (True, "sequences are packed without padding in any case, and the loss is the same"),
     "offload_bridge": (
         False, "weights are sent to vLLM one tensor at a time, so there is no second copy of them to offload"
@@ -46,8 +47,12 @@ NOTED: Mapping[str, tuple[Any, str]] = {
 
 NOT_YET: Mapping[str, Refusal] = {
     # algorithm
-    "calculate_per_token_loss": Refusal((False, None), "losses are always normalised over the whole optimizer step"),
-    "loss_scale": Refusal(("last_round", "last_round+ignore_empty_think"), _GENERATED, stock=False),
+    # ms-swift adds the second part for some models. With `default` no row may have earlier turns: data/checks.py.
+    "loss_scale": Refusal(
+        tuple(f"{base}{more}" for base in ("last_round", "default") for more in ("", "+ignore_empty_think")),
+        _GENERATED,
+        stock=False,
+    ),
     "is_binary_loss_scale": Refusal((None,), _GENERATED, stock=False),
     "mtp_num_layers": Refusal((None, 0), "multi-token prediction is not trained", stock=False),
     # rollouts
@@ -114,12 +119,17 @@ READ_WITH: tuple[tuple[str, Callable[[Mapping[str, Any]], bool], str], ...] = (
         "teacher_model_type offload_teacher_model",
     ),
     (
-        "--teacher_model",
-        lambda run: any(
+        "--teacher_model and neither --advantage_reweight nor --sdar_loss_coef",
+        lambda run: not run["advantage_reweight"] and not run["sdar_loss_coef"] and any(
             run[f] for f in ("teacher_model", "teacher_model_server", "_teacher_use_disable_adapter", "teacher_prompts")
         ),
         "teacher_kl_coef",
     ),
+    (
+        "--advantage_reweight rlsd", lambda run: run["advantage_reweight"] == "rlsd",
+        "rlsd_lambda rlsd_reweight_clip_range rlsd_lambda_warmup_steps rlsd_lambda_decay_steps rlsd_negative_only",
+    ),
+    ("--sdar_loss_coef above 0", lambda run: bool(run["sdar_loss_coef"]), "sdar_gate_beta"),
     (
         "--teacher_model_server", lambda run: run["teacher_model_server"] is not None,
         "teacher_timeout teacher_tag_key",

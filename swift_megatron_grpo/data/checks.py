@@ -22,6 +22,7 @@ _MEDIA_COLUMNS = {"images": "images", "videos": "videos", "audios": "audio"}  # 
 _RESPONSE_COLUMNS = ("text", "content", "completion")  # ms-swift reads a response from these, where users have a prompt
 _ROW, _SOURCE = "row_of_source", "dataset"  # columns of a loaded row: its number in its file, and the file (ms-swift's)
 _DIFFERING_TYPES = re.compile("features can't be aligned because the key (.+?) of features")  # of datasets
+_RESPONSE_ROLES = ("assistant", "tool_call")
 _SHOWN = 5  # rows that an error names
 # Columns that ms-swift reads as a conversation, and those that it reads as the text of one message.
 CONVERSATIONS = frozenset(name for name, read in MessagesPreprocessor().columns.items() if read == "messages")
@@ -91,6 +92,23 @@ def check_rows(dataset: Any, takes_images: bool, takes_recordings: bool = False,
         f"have media, and {kinds} cannot be trained with this model",
         "; remove these rows, or remove the column to train on their text alone",
     )
+
+
+def check_no_earlier_turns(dataset: Any) -> None:
+    """Raise ValueError if a row has a response before its last prompt, which --loss_scale default would train."""
+    problems = [
+        (row, f"has {earlier}")
+        for row, messages in enumerate(dataset["messages"])
+        if (earlier := _earlier_turns([message["role"] for message in messages]))
+    ]
+    fault = "have turns of the assistant, which --loss_scale default trains although no policy of this run sampled them"
+    refuse_rows(dataset, problems, fault, "; use --loss_scale last_round")
+
+
+def _earlier_turns(roles: Sequence[str]) -> int:
+    """Return the number of responses before the last prompt; one at the end of a row is not read."""
+    asked = max(place for place, role in enumerate(roles) if role not in _RESPONSE_ROLES)
+    return sum(role in _RESPONSE_ROLES for role in roles[:asked])
 
 
 def check_tags(dataset: Any, column: str, tags: Sequence[str]) -> None:

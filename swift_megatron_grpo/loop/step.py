@@ -18,7 +18,6 @@ GRPOLoop.train_step
  |       |- LogprobCheck.check               first rollout only
  |       |- RouterAgreement.measure          with --router_agreement_samples
  |       |- old log-probs                    of later steps: MegatronEngine.infer; of older weights: the engine's
- |       |- baselines of tokens              with --advantage_estimator optimal_token_baseline
  |       |- log-ratios of a teacher          Reference.infer of the teacher, with --teacher_model
  |       '- reference log-probs              Reference.infer, if beta > 0 and KL is in the loss
  |- TrainingBatches.next
@@ -50,6 +49,7 @@ from swift_megatron_grpo.loop.step_context import PhaseTimer, StepContext
 from swift_megatron_grpo.loop.training_batches import TrainingBatches
 from swift_megatron_grpo.output.recording.unfinished import UnfinishedRollout, save_unfinished
 from swift_megatron_grpo.settings.config import GRPOConfig
+from swift_megatron_grpo.settings.losses import LossConfig
 from swift_megatron_grpo.training.loss import effective_sample_size, make_loss, reads_entropy, with_answers
 from swift_megatron_grpo.training.loss.kl import KlController, divergences
 from swift_megatron_grpo.training.passes import Output
@@ -165,7 +165,7 @@ class GRPOLoop:
                 self._select_tokens(samples, step)
         with step.timer("train"):
             self.stages.residency.for_training()
-            loss = make_loss(replace(self.config.loss, beta=self.kl_controller.value))
+            loss = make_loss(self._loss_of_step(step))
             answers: list[Sample] = []
             if self.stages.answers is not None:
                 step.metrics["chord/mu"] = mu = self.config.chord.mu(self._weights_version)
@@ -179,6 +179,15 @@ class GRPOLoop:
             self.stages.moving_reference.after_step(self._weights_version)
         if self.kl_controller.adapts and not self.config.kl.kl_in_reward:
             self._adapt_beta(step.metrics["kl"], len(samples), step)
+
+    def _loss_of_step(self, step: StepContext) -> LossConfig:
+        """Return the loss with its weights that change from step to step: beta, and RLSD's from rollout to rollout."""
+        loss, rlsd = replace(self.config.loss, beta=self.kl_controller.value), self.config.loss.rlsd
+        if not rlsd.is_on:
+            return loss
+        share = rlsd.share(self._weights_version - self._weights_version % self._batches.steps_per_rollout)
+        step.metrics["rlsd_lambda"] = share
+        return replace(loss, rlsd=replace(rlsd, rlsd_lambda=share))
 
     def _subtract_kl(self, graded: list[Graded], step: StepContext) -> list[Graded]:
         """Return completions with reward - beta KL. Log-probs exist on the last pipeline stage, rewards everywhere."""

@@ -8,14 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
-import numpy as np
-
-from swift_megatron_grpo.grading.token_baselines import energies, token_advantages
 from swift_megatron_grpo.loop.samples import as_teacher_reads, samples_of, without_routing
 from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.step_context import StepContext
 from swift_megatron_grpo.output.recording.unfinished import UnfinishedRollout, shared_settings
-from swift_megatron_grpo.settings.algorithm import OPTIMAL_TOKEN
 from swift_megatron_grpo.settings.config import GRPOConfig
 from swift_megatron_grpo.settings.losses import Correction
 from swift_megatron_grpo.types import Graded, Rollout, Sample
@@ -55,12 +51,12 @@ class TrainingBatches:
         batches = self._batches_of(unfinished.graded)
         for sample, old_logprobs in zip(chain.from_iterable(batches), unfinished.old_logprobs, strict=True):
             sample.old_logprobs = old_logprobs
-        if unfinished.token_advantages:
-            for sample, advantages in zip(chain.from_iterable(batches), unfinished.token_advantages, strict=True):
-                sample.token_advantages = advantages
         if unfinished.teacher_ratios:
             for sample, ratios in zip(chain.from_iterable(batches), unfinished.teacher_ratios, strict=True):
                 sample.teacher_ratios = ratios
+        if unfinished.teacher_logprobs:
+            for sample, logprobs in zip(chain.from_iterable(batches), unfinished.teacher_logprobs, strict=True):
+                sample.teacher_logprobs = logprobs
         self._queue(unfinished.number, unfinished.graded, batches, unfinished.from_engine, step)
 
     def unfinished(self, weights_version: int) -> UnfinishedRollout | None:
@@ -72,14 +68,13 @@ class TrainingBatches:
         if self._rollout is None or between_rollouts or self._config.routing.router_replay_mode == "R2":
             return None
         samples = list(chain.from_iterable(self._batches))
-        old_logprobs = self._gathered([sample.old_logprobs for sample in samples])
-        ratios = [] if self._stages.teacher is None else self._gathered([sample.teacher_ratios for sample in samples])
-        advantages = [sample.token_advantages for sample in samples] if self._has_token_baselines else []
-        return replace(self._rollout, old_logprobs=old_logprobs, teacher_ratios=ratios, token_advantages=advantages)
-
-    @property
-    def _has_token_baselines(self) -> bool:
-        return self._config.grading.advantage_estimator == OPTIMAL_TOKEN
+        has_teacher, sdar = self._stages.teacher is not None, self._config.loss.sdar.is_on
+        return replace(
+            self._rollout,
+            old_logprobs=self._gathered([sample.old_logprobs for sample in samples]),
+            teacher_ratios=self._gathered([s.teacher_ratios for s in samples]) if has_teacher and not sdar else [],
+            teacher_logprobs=self._gathered([s.teacher_logprobs for s in samples]) if sdar else [],
+        )
 
     def _gathered(self, values: Sequence[list[float] | None]) -> list[list[float] | None]:
         """Return the values of all samples, of which a rank has those that it trains."""
@@ -121,12 +116,13 @@ class TrainingBatches:
 
         The first step needs none of the old policy: it trains that itself. Every later step gets them from a pass
         before the first update. `from_engine`: the engine's log-probs take the place of the pass, for the first step as
-        well. A teacher is compared with a pass in any case, and baselines of tokens need one.
+        well. A teacher is compared with a pass in any case, except by SDAR, which compares it with the current policy.
         """
-        training, of_all = self._stages.training, self._stages.teacher is not None or self._has_token_baselines
+        training = self._stages.training
+        has_ratios = self._stages.teacher is not None and not self._config.loss.sdar.is_on
         records_experts = self._config.routing.router_replay_mode == "R2"
-        if records_experts or not from_engine or of_all:
-            for samples in batches if self._config.num_iterations > 1 or of_all else batches[1:]:
+        if records_experts or not from_engine or has_ratios:
+            for samples in batches if self._config.num_iterations > 1 or has_ratios else batches[1:]:
                 with step.timer("old_logprobs"):
                     values, experts = (
                         training.infer_and_record(samples) if records_experts else (training.infer(samples), {})
@@ -136,7 +132,6 @@ class TrainingBatches:
                 for index, rows in experts.items():
                     samples[index].routed_experts = rows
         self._add_teacher(batches, step)
-        self._add_token_advantages(batches, step)
         if from_engine:
             for sample in chain.from_iterable(batches):
                 sample.old_logprobs = sample.rollout_logprobs
@@ -145,6 +140,7 @@ class TrainingBatches:
         """Add the log-ratios of the teacher and the policy, whose old log-probs are from the same kind of pass.
 
         Passes of equal weights over the same samples round alike, so a teacher equal to the policy has ratios of 0.
+        SDAR reads the teacher's log-probs themselves.
         """
         teacher = self._stages.teacher
         if teacher is None:
@@ -154,30 +150,11 @@ class TrainingBatches:
             for samples in batches:
                 for index, values in teacher.infer(as_teacher_reads(samples)).items():
                     policy = samples[index].old_logprobs
-                    if policy is not None:  # else another rank trains it
+                    if self._config.loss.sdar.is_on:
+                        samples[index].teacher_logprobs = values.logprobs
+                    elif policy is not None:  # else another rank trains it
                         pairs = zip(values.logprobs, policy, strict=True)
                         samples[index].teacher_ratios = [theirs - ours for theirs, ours in pairs]
-
-    def _add_token_advantages(self, batches: Sequence[list[Sample]], step: StepContext) -> None:
-        """Subtract from the reward of a completion, its advantage so far, a baseline for every token."""
-        if not self._has_token_baselines:
-            return
-        stages, half = self._stages, self._config.sampling.temperature / 2
-        held: dict[int, np.ndarray] = {}
-        with step.timer("token_baselines"):
-            for number, samples in enumerate(batches):
-                for index, value in stages.training.infer(samples, temperature=half).items():
-                    policy = samples[index].old_logprobs
-                    assert policy is not None  # from a pass with the same plan
-                    held[number * len(samples) + index] = energies(policy, value.logprobs)
-            gathered = stages.coordinator.gather_samples(held, stages.training.parallel)
-            samples, size = list(chain.from_iterable(batches)), self._config.grading.num_generations
-            for first in range(0, len(samples), size):
-                group = range(first, first + size)
-                rewards = [samples[i].advantage for i in group]
-                advantages = token_advantages(rewards, [gathered[i] for i in group])
-                for i, of_tokens in zip(group, advantages, strict=True):
-                    samples[i].token_advantages = of_tokens
 
     def _queue(
         self, number: int, graded: Sequence[Graded], batches: list[list[Sample]], from_engine: bool, step: StepContext

@@ -82,6 +82,7 @@ class MicroBatch:
     old_logprobs: torch.Tensor | None  # [m] fp32; None: the old policy is the trained one
     ref_logprobs: torch.Tensor | None  # [m] fp32
     teacher_ratios: torch.Tensor | None  # [m] fp32, log(teacher / policy); None: there is no teacher
+    teacher_logprobs: torch.Tensor | None  # [m] fp32, with SDAR in place of teacher_ratios
     rollout_logprobs: torch.Tensor | None  # [m] fp32, from the inference engine
     sft_weights: torch.Tensor | None  # [m] fp32, of given answers; None: the policy has sampled the sequences
     selected: torch.Tensor | None  # [m] fp32, 0 for tokens that the policy loss skips
@@ -126,6 +127,7 @@ def collate(
     counts = tuple(sum(sample.completion_mask) for sample in chosen)
     number = {group: place for place, group in enumerate(dict.fromkeys(sample.group for sample in chosen))}
     keys = [segment.keys for segment in layout.segments]
+    shared = SharedKeys(to_device(layout.key_places()), to_device(_starts(keys)), max(keys)) if layout.shares else None
 
     def per_token(values: Sequence[Sequence[float] | None], name: str) -> torch.Tensor | None:
         if all(v is None for v in values):
@@ -138,6 +140,7 @@ def collate(
             flat += value
         return to_device(torch.tensor(flat, dtype=torch.float32))
 
+    advantages = torch.tensor([s.advantage for s in chosen], dtype=torch.float32)
     return MicroBatch(
         indices=tuple(indices),
         inputs=ModelInputs(
@@ -151,17 +154,16 @@ def collate(
             cp_counts=tuple(numbers.shape[0] for numbers, _ in computed),
             cp_order=to_device(order),
             images=PackedImages(shown, to_device(of_images[None])) if shown else None,
-            shared=SharedKeys(to_device(layout.key_places()), to_device(_starts(keys)), max(keys))
-            if layout.shares
-            else None,
+            shared=shared,
             routing=None if routing is None else to_device(pack_routing(chosen, layout, routing)[local]),
         ),
         counts=counts,
         lengths=to_device(torch.tensor(counts)),
-        advantages=to_device(torch.tensor([a for s in chosen for a in s.advantages], dtype=torch.float32)),
+        advantages=to_device(advantages.repeat_interleave(torch.tensor(counts))),
         old_logprobs=per_token([s.old_logprobs for s in chosen], "old"),
         ref_logprobs=per_token([s.ref_logprobs for s in chosen], "reference"),
         teacher_ratios=per_token([s.teacher_ratios for s in chosen], "teacher"),
+        teacher_logprobs=per_token([s.teacher_logprobs for s in chosen], "teacher"),
         rollout_logprobs=per_token([s.rollout_logprobs for s in chosen], "rollout"),
         sft_weights=per_token([s.sft_weights for s in chosen], "SFT"),
         selected=per_token([s.selected for s in chosen], "selected"),

@@ -78,10 +78,11 @@ def _refuse_ray(argv: Sequence[str], orig_argv: Sequence[str]) -> None:
     config = Path(command_line.parse_flag(argv, "config") or os.devnull)
     text = config.read_text(encoding="utf-8") if config.is_file() else ""
     if command_line.selects_grpo(argv) or _GRPO_IN_YAML.search(text):
+        convert = f"the script that `swift-megatron-grpo convert {config}` prints"
+        use = convert if text else "--use_ray false with NPROC_PER_NODE=GPUS and --vllm_mode colocate"
         raise SystemExit(
-            "swift-megatron-grpo: --use_ray true: ranks are started by torchrun; use --use_ray false with "
-            f"NPROC_PER_NODE=GPUS, --vllm_mode colocate and the flags of all roles, or set {SWITCH}=off to run "
-            "ms-swift's own trainer"
+            f"swift-megatron-grpo: --use_ray true: ranks are started by torchrun; use {use}, or set {SWITCH}=off to "
+            "run ms-swift's own trainer"
         )
 
 

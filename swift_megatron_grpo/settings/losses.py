@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Annotated, Literal
 
+from swift_megatron_grpo.settings.distillation import Rlsd, Sdar
 from swift_megatron_grpo.settings.flag import Above, AtLeast, Faults, Flags, OneOf, flag, rule
 
 RatioLevel = Literal["token", "sequence", "sequence_token"]
@@ -142,6 +143,8 @@ class LossConfig(Flags):
         "TRL's flag. Default: false, as in ms-swift.",
     )
     teacher_kl_coef: float = 1.0
+    rlsd: Rlsd = field(default_factory=Rlsd)
+    sdar: Sdar = field(default_factory=Sdar)
     sapo: Sapo = field(default_factory=Sapo)
     vespo: Vespo = field(default_factory=Vespo)
     fipo: Fipo = field(default_factory=Fipo)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from swift_megatron_grpo.settings.adapter import Adapter
+from swift_megatron_grpo.settings.distillation import Rlsd, Sdar
 from swift_megatron_grpo.settings.flag import Above, AtLeast, Faults, Flags, flag, rule
 from swift_megatron_grpo.settings.layout import DataShape
 from swift_megatron_grpo.settings.rewards import Rewards
@@ -42,6 +43,8 @@ class Teacher(Flags):
     model: str | None
     trained: Adapter
     rewards: Rewards
+    rlsd: Rlsd
+    sdar: Sdar
     loss_type: str | None
     dynamic_sample: bool
     off_policy_sequence_mask_delta: float | None
@@ -113,7 +116,7 @@ class Teacher(Flags):
 
     @rule
     def advantages_are_of_tokens(self) -> Faults:
-        if not self.exists:
+        if not self.exists or self.sdar.is_on:
             return
         teacher = "the column teacher_prompt" if self.is_policy else "--teacher_model"
         if self.loss_type in ("real", "fipo"):
@@ -122,6 +125,25 @@ class Teacher(Flags):
             yield (
                 f"{teacher} with --off_policy_sequence_mask_delta {self.off_policy_sequence_mask_delta}, which "
                 f"{_PER_TOKEN}; leave one of them out"
+            )
+
+    @rule
+    def what_needs_a_teacher_has_one(self, rows: DataShape) -> Faults:
+        if (self.rlsd.is_on or self.sdar.is_on) and not self.exists:
+            asked = "--advantage_reweight rlsd" if self.rlsd.is_on else f"--sdar_loss_coef {self.sdar.sdar_loss_coef:g}"
+            yield (
+                f"{asked} needs a teacher, and there is none; add the column teacher_prompt to the dataset, or use "
+                "--teacher_model"
+            )
+        if self.rlsd.is_on and self.is_alone:
+            yield "--advantage_reweight rlsd weights the advantages of rewards, and there are none; use --reward_funcs"
+
+    @rule
+    def a_teacher_has_one_use(self) -> Faults:
+        if self.rlsd.is_on and self.sdar.is_on:
+            yield (
+                f"--advantage_reweight rlsd and --sdar_loss_coef {self.sdar.sdar_loss_coef:g} are two uses of one "
+                "teacher; leave one of them out"
             )
 
     @rule
@@ -166,7 +188,7 @@ class Teacher(Flags):
         if self.val_dataset or self.split_dataset_ratio > 0:
             flag = "val_dataset" if self.val_dataset else "split_dataset_ratio"
             yield f"--{flag}: an evaluation {WITHOUT_REWARDS}, or leave --{flag} out"
-        if self.teacher_kl_coef == 0:
+        if self.teacher_kl_coef == 0 and not self.sdar.is_on:
             yield (
                 "--teacher_kl_coef 0 with --teacher_model and no rewards: every advantage would be 0, so nothing would "
                 "be trained; use --teacher_kl_coef 1"

@@ -68,6 +68,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     def prepare_model(self) -> None:
         supply_context_parallelism()
+        self.args.calculate_per_token_loss = False  # Megatron would divide gradients once more
         super().prepare_model()
         mark_sharded_parameters(self.unwrapped_models)  # also in adapters
         if self.args.check_attention:

@@ -80,7 +80,6 @@ class Passes:
         reduce: Reduce,
         train: bool,
         records: bool = False,
-        temperature: float | None = None,  # of completions; None: the settings'
     ) -> tuple[list[Any], PassRouters | None]:
         """Run this rank's micro batches through the model; with `train` also backward.
 
@@ -93,7 +92,6 @@ class Passes:
         assigned = plan.assignment[position.dp_rank]
         routing = routing_shape(samples)
         routers = PassRouters(unwrap_model(self.models), position, train, records) if routing or records else None
-        of_completions = self.settings.temperature if temperature is None else temperature
 
         pack = partial(
             collate, samples, step=count(samples), align=self._align, cp_rank=position.cp_rank,
@@ -104,8 +102,8 @@ class Passes:
         def forward_step(iterator: Iterator[MicroBatch], model: MegatronModule) -> tuple[torch.Tensor, Any]:
             batch = next(iterator)
             # The policy has not sampled the answers of SFT, so the temperature of sampling is not theirs.
-            divisor = of_completions if batch.sft_weights is None else 1.0
-            output = self._forward(model, batch.inputs, divisor, "entropy" in outputs, routers)
+            temperature = self.settings.temperature if batch.sft_weights is None else 1.0
+            output = self._forward(model, batch.inputs, temperature, "entropy" in outputs, routers)
             return output, partial(self._on_completion, reduce, batch)
 
         interleaved = len(self.models) > 1
@@ -172,14 +170,12 @@ class Passes:
         return smaller_micro_batches(flag, settings.max_tokens, settings.micro_batch_size, longest, train)
 
     @torch.no_grad()
-    def infer(
-        self, samples: Sequence[Sample], outputs: Sequence[Output] = ("logprob",), temperature: float | None = None
-    ) -> dict[int, TokenValues]:
+    def infer(self, samples: Sequence[Sample], outputs: Sequence[Output] = ("logprob",)) -> dict[int, TokenValues]:
         """Compute values of the trained tokens, in evaluation mode, for the samples of this data-parallel rank.
 
         Returns them by sample index on the last pipeline stage, where losses are computed; {} on the other stages.
         """
-        return self._infer(samples, outputs, records=False, temperature=temperature)[0]
+        return self._infer(samples, outputs, records=False)[0]
 
     @torch.no_grad()
     def infer_and_record(self, samples: Sequence[Sample]) -> tuple[dict[int, TokenValues], dict[int, ExpertRows]]:
@@ -190,7 +186,7 @@ class Passes:
         return values, routers.rows_by_sample(assigned, samples, self._align, plan.share_prompts)
 
     def _infer(
-        self, samples: Sequence[Sample], outputs: Sequence[Output], records: bool, temperature: float | None = None
+        self, samples: Sequence[Sample], outputs: Sequence[Output], records: bool
     ) -> tuple[dict[int, TokenValues], StepPlan, PassRouters | None]:
         """Run forward; while memory runs out, retry with half the token budget on this rank alone."""
         modes = [model.training for model in self.models]
@@ -199,9 +195,7 @@ class Passes:
         while True:
             plan = self._planner.plan_inference(samples, self.settings)
             try:
-                results, routers = self.run(
-                    samples, plan, outputs, _split_by_sample, train=False, records=records, temperature=temperature
-                )
+                results, routers = self.run(samples, plan, outputs, _split_by_sample, train=False, records=records)
                 break
             except torch.OutOfMemoryError:
                 if not self.lower_budget(samples, train=False):

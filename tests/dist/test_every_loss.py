@@ -12,7 +12,7 @@ pytestmark = pytest.mark.dist
 @pytest.mark.parametrize("layout", LOSS_LAYOUTS)
 def test_a_layout_matches_one_rank(ranks: Ranks, layout: str) -> None:
     one, other = (ranks.losses(name) for name in ("one", layout))
-    assert len(one) == 18 and set(one) == set(other)
+    assert len(one) == 20 and set(one) == set(other)
     for name, numbers in one.items():
         assert other[name] == pytest.approx(numbers, rel=1e-4, abs=1e-6), name
         if "loss" in numbers:

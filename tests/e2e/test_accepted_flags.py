@@ -45,7 +45,8 @@ def plain(folder: Path, dense: Path, dataset: Path) -> Finished:
 def noted(folder: Path, dense: Path, dataset: Path) -> Finished:
     """A run with flags that change no number, which saves states of the optimizer after every step."""
     short = ["--vllm_max_model_len", "151"]  # 1 below --max_length and --max_completion_length
-    unused = ["--padding_free", "false", "--offload_bridge", "true", "--expert_model_parallel_size", "1"]
+    unused = ["--padding_free", "false", "--offload_bridge", "true", "--calculate_per_token_loss", "true",
+              "--loss_scale", "default", "--expert_model_parallel_size", "1"]  # fmt: skip
     return train(folder, dense, dataset, "noted", *unused, *short, *CPU_ADAM, *STATES, *CANNED)
 
 
@@ -54,6 +55,7 @@ def test_flags_without_effect_are_noted_and_the_numbers_are_the_same(plain: Fini
     for note in (
         "--padding_free false: without effect, because sequences are packed",
         "--offload_bridge true: without effect",
+        "--calculate_per_token_loss true: without effect, because the loss is divided",
         "--vllm_max_model_len 151 is less than --max_length 128 and --max_completion_length 24 together",
     ):
         assert note in noted.output and note not in plain.output

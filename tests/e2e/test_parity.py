@@ -12,22 +12,35 @@ from tests.support.runs import PLUGINS, REWARDS, make_model, megatron_rlhf
 pytestmark = pytest.mark.e2e
 
 
+# Of what ms-swift has without Megatron alone: its own trainer gets it by tests/programs/e2e/stock_distillation.py.
+DISTILLATION = {
+    "rlsd": ["--advantage_reweight", "rlsd", "--rlsd_lambda", "0.8", "--rlsd_reweight_clip_range", "0.4"],
+    "sdar": ["--sdar_loss_coef", "0.3", "--sdar_gate_beta", "2"],
+}
+
+
 def both_trainers(
-    folder: Path, model: Path, dataset: Path, flags: list[str], rewards: list[str]
+    folder: Path, model: Path, dataset: Path, flags: list[str], rewards: list[str], distillation: str = ""
 ) -> list[tuple[dict[str, float], dict[str, float]]]:
-    """Train with ms-swift's own trainer and with this one on the same completions; return the metrics by step."""
+    """Train with ms-swift's own trainer and with this one on the same completions; return the metrics by step.
+
+    `distillation`: a key of DISTILLATION.
+    """
     record = folder / "record.json"
+    variables = {"RECORD": str(record), "DISTILLATION": distillation}
 
     def run(recorder: str, name: str, plugin: bool, *more: str) -> Path:
-        plugins = ["--external_plugins", str(REWARDS), str(PLUGINS / recorder)]
+        others = [PLUGINS / "stock_distillation.py"] if distillation and not plugin else []
+        plugins = ["--external_plugins", *map(str, (REWARDS, PLUGINS / recorder, *others))]
         finished = megatron_rlhf(model, dataset, folder / name, 1, [*flags, *rewards, *plugins, *more],
-                                 {"RECORD": str(record)}, plugin=plugin, rewards=False)  # fmt: skip
+                                 variables, plugin=plugin, rewards=False)  # fmt: skip
         assert finished.code == 0, finished.output[-4000:]
         assert ("trains this run" in finished.output) == plugin
         return finished.folder
 
     run("record_stock.py", "stock", False)
-    log = (run("replay_recorded.py", "ours", True, "--sync_check", "off") / "logging.jsonl").read_text().splitlines()
+    of_ours = ["--sync_check", "off", *DISTILLATION.get(distillation, [])]
+    log = (run("replay_recorded.py", "ours", True, *of_ours) / "logging.jsonl").read_text().splitlines()
     ours, stock = [json.loads(line) for line in log], json.loads(record.read_text())["steps"]
     return list(zip([line for line in ours if "loss" in line], stock, strict=True))
 
@@ -75,9 +88,9 @@ def test_a_teachers_numbers_match_the_stock_trainer(
     check_taught(both_trainers(tmp_path, dense, dataset, flags, rewards))
 
 
-@pytest.mark.parametrize("teacher", ["another", "the policy"])
+@pytest.mark.parametrize(("teacher", "distillation"), [("another", ""), ("the policy", "rlsd"), ("another", "sdar")])
 def test_a_teachers_own_prompt_gives_the_stock_trainers_numbers(
-    tmp_path: Path, dense: Path, dataset: Path, teacher: str
+    tmp_path: Path, dense: Path, dataset: Path, teacher: str, distillation: str
 ) -> None:
     """The prompts of the teacher are longer or shorter than the policy's."""
     rows = [json.loads(line) for line in dataset.read_text().splitlines()]
@@ -86,8 +99,9 @@ def test_a_teachers_own_prompt_gives_the_stock_trainers_numbers(
     taught = tmp_path / "taught.jsonl"
     taught.write_text("\n".join(map(json.dumps, rows)))
     flags = [*TAUGHT, "--max_length", "256", "--vllm_max_model_len", "512"]
+    if distillation == "sdar":  # ms-swift's loss is the mean over micro batches of their token means
+        flags += ["--micro_batch_size", "4", "--global_batch_size", "4", "--steps_per_generation", "4"]
     if teacher == "another":
         model = make_model(tmp_path / "teacher", extra=["--seed", "5", "--layers", "6", "--hidden", "96"])
         flags += ["--teacher_model", str(model), "--teacher_model_type", "qwen3"]
-    steps = both_trainers(tmp_path, dense, taught, flags, ["--reward_funcs", "letters"])
-    check_taught(steps)
+    check_taught(both_trainers(tmp_path, dense, taught, flags, ["--reward_funcs", "letters"], distillation))

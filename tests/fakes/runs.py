@@ -23,7 +23,6 @@ from swift_megatron_grpo.output.recording.reading import EarlierRollouts
 from swift_megatron_grpo.output.recording.rows import Limits
 from swift_megatron_grpo.packing.routing import ExpertLayers
 from swift_megatron_grpo.runtime.stopping.request import StopRequest
-from swift_megatron_grpo.settings.algorithm import ESTIMATORS
 from swift_megatron_grpo.settings.config import (
     EvaluationConfig,
     GradingConfig,
@@ -55,16 +54,14 @@ class Policy:
     events: list[str]
     parameter: torch.Tensor = field(default_factory=lambda: torch.tensor(-2.0))
     trained: list[list[Sample]] = field(default_factory=list)  # by step, as they were at its start
-    betas: list[float] = field(default_factory=list)
+    losses: list[Any] = field(default_factory=list)
     kl: float | None = None  # that a step reports
     parallel = None  # the place of this rank
     flops_of_last_step = 2e12
     passes = SimpleNamespace(expert_layers=ExpertLayers(1, (0,), 4, 2))
 
-    def infer(
-        self, samples: Sequence[Sample], outputs: Sequence[str] = ("logprob",), temperature: float | None = None
-    ) -> dict[int, TokenValues]:
-        self.events.append("infer" if temperature is None else f"infer at {temperature}")
+    def infer(self, samples: Sequence[Sample], outputs: Sequence[str] = ("logprob",)) -> dict[int, TokenValues]:
+        self.events.append("infer")
         return {index: self._values(sample) for index, sample in enumerate(samples)}
 
     def infer_and_record(self, samples: Sequence[Sample]) -> tuple[dict[int, TokenValues], dict[int, ExpertRows]]:
@@ -78,6 +75,7 @@ class Policy:
 
     def train_step(self, samples: Sequence[Sample], loss: Any, outputs: Sequence[str]) -> dict[str, float]:
         self.events.append("train")
+        self.losses.append(loss)
         self.trained.append([deepcopy(sample) for sample in samples])
         self.parameter += STEP
         return {"loss": 0.0, "grad_norm": 1.0, **({} if self.kl is None else {"kl": self.kl})}
@@ -154,7 +152,6 @@ def fake_run(
     dropped: int = 0,
     teacher: float | None = None,
     spare_groups: int | None = 0,
-    estimator: str = "grpo",
 ) -> FakeRun:
     """Create a run of rollouts of 3 prompts with 2 completions; with a `dump`, it continues what is in the folder.
 
@@ -174,8 +171,7 @@ def fake_run(
         ),
         num_iterations=num_iterations, max_staleness=max_staleness, top_entropy_quantile=top_entropy_quantile,
         grading=GradingConfig(
-            num_generations=GROUP, reward_names=("length",), reward_weights=(1.0,),
-            advantage_estimator=estimator, scale_rewards=ESTIMATORS[estimator].scale_rewards,
+            num_generations=GROUP, reward_names=("length",), reward_weights=(1.0,), scale_rewards="group",
             bad_reward="drop" if dropped else "stop", max_resample_times=max_resample,
             spare_groups=spare_groups,
         ),

@@ -1,11 +1,19 @@
-"""Published scripts as data: the flags of each, where they are from, and how they are turned into a script again."""
+"""Published scripts as data: the flags of each, where they are from, and how they are turned into a script again.
+
+YAML files of ms-swift's Ray pipeline are converted as `swift-megatron-grpo convert` does.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from swift_megatron_grpo.cli.convert.ray import RAY
+from swift_megatron_grpo.cli.convert.tables import convert
 
 # Scripts that are not run in tests/e2e/test_scripts.py, with the type of the model that is refused.
 NOT_RUN = {
@@ -17,6 +25,7 @@ NOT_RUN = {
 _GITHUB = "https://github.com/modelscope/ms-swift/blob"
 _PLACES = {
     "example": "`examples` of the main branch",
+    "ray": "colocated YAML files of the main branch for its Ray pipeline",
     "page or test": "a page and a test of the main branch",
     "branch": "`examples` of branches and pull requests",
 }
@@ -49,7 +58,19 @@ class Published:
 
 def published_scripts() -> dict[str, Published]:
     data = json.loads(Path(__file__).with_name("ms_swift.json").read_text())
-    return {script["name"]: Published(**script) for script in data["scripts"]}
+    return {script["name"]: _published(script) for script in data["scripts"]}
+
+
+def _published(script: Mapping[str, Any]) -> Published:
+    settings = script.get("settings")
+    if settings is None:
+        return Published(**script)
+    conversion = convert(settings, RAY)
+    assert not conversion.unknown and not conversion.by_hand
+    words = (f"--{name} {shlex.join(values)}" for name, values in conversion.flags.items())
+    ranks = int(conversion.environment["NPROC_PER_NODE"])
+    kept = {name: script[name] for name in ("name", "source", "commit", "where")}
+    return Published(**kept, ranks=ranks, rollout=None, flags=" ".join(["--rlhf_type grpo", *words]))
 
 
 def counts() -> list[str]:

@@ -9,6 +9,7 @@
     tables.py    what a table of keys is, and how it is applied
     trainers.py  the tables of verl, slime and ROLL
     trl.py       the table of TRL
+    ray.py       the table of ms-swift's Ray pipeline
 
 Every key ends in one of four places: a flag, a comment that this package needs no such setting, a list of what must be
 decided by hand, or the list of keys that have no counterpart. docs/migration.md has the tables.

@@ -1,8 +1,9 @@
-"""Convert the settings of verl, siiRL, slime, ROLL or TRL to a script for `megatron rlhf --rlhf_type grpo`.
+"""Convert settings of verl, siiRL, slime, ROLL, TRL or ms-swift's Ray to a script of `megatron rlhf --rlhf_type grpo`.
 
 swift-megatron-grpo convert run_qwen3-8b.sh > run.sh
 swift-megatron-grpo convert rlvr_config.yaml
 swift-megatron-grpo convert train_grpo.py num_processes=8
+swift-megatron-grpo convert ray_grpo_colocate.yaml
 swift-megatron-grpo convert ppo_trainer.yaml actor_rollout_ref.model.path=Qwen/Qwen3-8B
 
 FILE is read and never run. The script is printed. Its comments, and standard error, list every key that has no
@@ -20,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from swift_megatron_grpo.cli.command_line import FINE, Refused
+from swift_megatron_grpo.cli.convert.ray import RAY
 from swift_megatron_grpo.cli.convert.reading import read_settings
 from swift_megatron_grpo.cli.convert.tables import Conversion, Table, convert
 from swift_megatron_grpo.cli.convert.trainers import ROLL, SLIME, VERL
 from swift_megatron_grpo.cli.convert.trl import TRL
 
 FIRST = ["rlhf_type", "model", "tuner_type", "dataset", "val_dataset", "reward_funcs"]
-TABLES = {"verl": VERL, "siirl": VERL, "roll": ROLL, "slime": SLIME, "trl": TRL}
+TABLES = {"verl": VERL, "siirl": VERL, "roll": ROLL, "slime": SLIME, "trl": TRL, "ray": RAY}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,8 +48,8 @@ def run(options: argparse.Namespace) -> int:
     table = TABLES[options.trainer] if options.trainer else table_of(settings)
     if table is None:
         raise Refused(
-            f"{file} has none of the keys of verl, siiRL, ROLL, slime or TRL; name the trainer with --trainer, or give "
-            "the file that has the settings"
+            f"{file} has none of the keys of verl, siiRL, ROLL, slime, TRL or ms-swift's Ray; name the trainer with "
+            "--trainer, or give the file that has the settings"
         )
     conversion = convert(settings, table)
     sys.stdout.write(script_of(conversion, table.name, file.name))

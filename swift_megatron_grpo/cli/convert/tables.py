@@ -61,11 +61,14 @@ class Table:
     rules: Mapping[str, Rule]
     defaults: Mapping[str, Any]  # of the trainer, where ms-swift has others
     together: Sequence[Together] = ()
+    prepare: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict  # the settings of a file
+    shares_flags: bool = False  # True: any other key is a flag of the same name
 
     def rule(self, key: str) -> Rule | None:
         if key in self.rules:
             return self.rules[key]
-        return next((rule for pattern, rule in self.rules.items() if fnmatchcase(key, pattern)), None)
+        found = next((rule for pattern, rule in self.rules.items() if fnmatchcase(key, pattern)), None)
+        return key if found is None and self.shares_flags else found
 
 
 @dataclass(slots=True)
@@ -88,7 +91,7 @@ class Conversion:
 def convert(settings: Mapping[str, Any], table: Table) -> Conversion:
     """Apply a table to all settings; those of the file come before the trainer's defaults."""
     conversion = Conversion()
-    complete = {**table.defaults, **settings}
+    complete = {**table.defaults, **table.prepare(settings)}
     grouped = {key for group in table.together for key in group.keys.values()}
     for key, value in complete.items():
         if key in grouped or value is None:
@@ -109,7 +112,7 @@ def convert(settings: Mapping[str, Any], table: Table) -> Conversion:
             named = {**group.keys, **group.reads}.items()
             values = {name: complete[key] for name, key in named if key in complete}
             _apply(conversion, chosen, group.flags, partial(group.rule, **values))
-    if "reward_funcs" not in conversion.flags:
+    if not {"reward_funcs", "teacher_model", "use_gym_env"} & conversion.flags.keys():
         conversion.by_hand.setdefault("reward functions", "name them with --reward_funcs")
     return conversion
 

@@ -135,4 +135,5 @@ def _of_target(kernel: Callable[..., torch.Tensor]) -> dict[str, bool]:
 
 def _sent(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return values as a tensor on the device, without waiting for what runs there."""
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    here = torch.as_tensor(values, dtype=dtype)
+    return (here.pin_memory() if device.type == "cuda" else here).to(device, non_blocking=True)

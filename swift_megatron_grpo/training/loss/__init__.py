@@ -5,8 +5,9 @@ optimizer step: shares of all micro batches and ranks add up, so neither depends
 to ranks. MegatronEngine reduces metrics whose name ends in _max or _min by that function instead. Losses run no host
 sync and no collective. m: trained tokens of the micro batch, s: its sequences.
 
-    total.py       policy loss + beta * KL - entropy_coef * entropy; LOSSES by --loss_type
+    total.py       policy loss + beta * KL - entropy_coef * entropy + SDAR; LOSSES by --loss_type
     terms.py       inputs of every loss: log-probs, ratios, advantages, packed tokens as rows of sequences
+    teaching.py    advantages of tokens with a teacher: OPD, RLSD
     policies.py    policy losses: clipped, CISPO, SAPO, FIPO, REAL
     kl.py          KL estimators, the KL of completions, and beta, fixed or adaptive
     chord.py       the loss of completions and of given answers in one step

@@ -98,7 +98,7 @@ def _made_up_terms(indices: list[int], entropy: bool) -> Terms:
     ]
     batch = collate(samples, indices, count(samples), Alignment(1, 1), 0, 1, torch.device("cpu"))
     logprobs = torch.tensor([value for i in indices for value in now[i]], requires_grad=True)
-    return Terms.of(batch, TokenOutput(logprobs, -logprobs if entropy else None), "token")
+    return Terms.of(batch, TokenOutput(logprobs, -logprobs if entropy else None), LossConfig(beta=0.0))
 
 
 def _add(what: str, micro_batches: list[Metrics]) -> dict[str, float]:

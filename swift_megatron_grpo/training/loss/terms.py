@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from swift_megatron_grpo.packing.collate import MicroBatch
-from swift_megatron_grpo.settings.losses import RatioLevel
+from swift_megatron_grpo.settings.losses import LossConfig, RatioLevel
+from swift_megatron_grpo.training.loss.teaching import guided
 
 # exp(20) is 5e8. A larger ratio has no more meaning than "far off", but exp would overflow and its gradient be 0 * inf.
 SAFE = 20.0
@@ -79,21 +80,18 @@ class Terms:
     advantages: torch.Tensor  # [m] with the teacher's
 
     @classmethod
-    def of(cls, batch: MicroBatch, output: TokenOutput, level: RatioLevel, teacher_kl_coef: float = 1.0) -> Terms:
-        """Return the inputs. With a teacher, a token's advantage grows by the coefficient times log(teacher / policy).
-
-        That is one sample of the reverse KL as a reward, as in ms-swift's OPD-RL.
-        """
+    def of(cls, batch: MicroBatch, output: TokenOutput, config: LossConfig) -> Terms:
+        """Return the inputs of the losses that `config` describes."""
         rows = Rows.of(batch)
         # On the first step after a rollout the policy is the old one itself: the ratio is exactly 1.
         old = output.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         log_ratio = output.logprobs - old
-        ratio = at_level(log_ratio, rows, level).clamp(-SAFE, SAFE).exp()
-        ratios, advantages = batch.teacher_ratios, batch.advantages
+        ratio = at_level(log_ratio, rows, config.importance_sampling_level).clamp(-SAFE, SAFE).exp()
+        ratios = batch.teacher_ratios
         return cls(
             batch=batch, rows=rows, logprobs=output.logprobs, entropy=output.entropy, old=old, log_ratio=log_ratio,
             ratio=ratio,
-            advantages=advantages if ratios is None else advantages + teacher_kl_coef * ratios,
+            advantages=batch.advantages if ratios is None else guided(batch.advantages, ratios, config),
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The total loss: policy loss + beta * KL - entropy_coef * entropy."""
+"""The total loss: policy loss + beta * KL - entropy_coef * entropy, and that of SDAR."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from swift_megatron_grpo.packing.collate import MicroBatch
+from swift_megatron_grpo.settings.distillation import Sdar
 from swift_megatron_grpo.settings.losses import LossConfig
 from swift_megatron_grpo.training.loss import averages, correction, policies
 from swift_megatron_grpo.training.loss.kl import ESTIMATORS, k3
@@ -55,7 +56,7 @@ def reads_entropy(config: LossConfig) -> bool:
 
 def loss(batch: MicroBatch, output: TokenOutput, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
     """Compute this micro batch's share of the step's loss, and of its metrics."""
-    terms = Terms.of(batch, output, config.importance_sampling_level, config.teacher_kl_coef)
+    terms = Terms.of(batch, output, config)
     recipe = LOSSES[config.name]
     weights, kept, metrics = _corrections(terms, config)
 
@@ -85,6 +86,10 @@ def loss(batch: MicroBatch, output: TokenOutput, config: LossConfig) -> tuple[to
     if batch.teacher_ratios is not None:
         zeros = torch.zeros_like(batch.teacher_ratios)
         metrics["teacher_kl"] = averages.token_mean(k3(zeros, batch.teacher_ratios), batch)
+    if batch.teacher_logprobs is not None:
+        sdar_loss, sdar_metrics = _sdar(terms, batch.teacher_logprobs, config.sdar)
+        total = total + config.sdar.sdar_loss_coef * sdar_loss
+        metrics |= sdar_metrics
     if terms.entropy is not None:
         if config.entropy_coef:
             total = total - config.entropy_coef * share(terms.entropy)
@@ -95,6 +100,24 @@ def loss(batch: MicroBatch, output: TokenOutput, config: LossConfig) -> tuple[to
     for more in MORE_METRICS:
         metrics |= more(terms, config)
     return total, metrics
+
+
+def _sdar(terms: Terms, teacher: torch.Tensor, sdar: Sdar) -> tuple[torch.Tensor, Metrics]:
+    """Return SDAR's loss, https://arxiv.org/abs/2605.15155, and its metrics.
+
+    It is the mean over tokens, as in ms-swift, of sg[sigmoid(beta gap)] gap, with gap = log(teacher / policy).
+    """
+    batch = terms.batch
+    gaps = teacher - terms.logprobs
+    gates = (sdar.sdar_gate_beta * gaps.detach()).sigmoid()
+    loss = (gates * gaps).sum() / max(batch.step.tokens, 1)
+    return loss, {
+        "sdar/loss": loss.detach(),
+        "sdar/gate_mean": averages.token_mean(gates, batch),
+        "sdar/gate_active_ratio": averages.token_mean((gates > 0.5).float(), batch),
+        "sdar/teacher_gap_mean": averages.token_mean(gaps, batch),
+        "teacher_kl": averages.token_mean(k3(terms.logprobs, teacher), batch),
+    }
 
 
 def _corrections(terms: Terms, config: LossConfig) -> tuple[torch.Tensor | None, torch.Tensor | None, Metrics]:

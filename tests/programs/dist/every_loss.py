@@ -32,6 +32,7 @@ def main(out: str, flags: list[str], layout: str) -> None:
     samples = make_samples(engine, trainer.config.padded_vocab_size)
     losses = make_losses()
     report = {name: engine.train_step(samples, *loss) for name, loss in losses.items()}
+    report |= {name: engine.train_step(with_teacher(samples), *loss) for name, loss in make_taught_losses().items()}
     answers = make_answers(trainer.config.padded_vocab_size)
     loss, outputs = losses["dapo"]
     report["answers"] = engine.train_step([*samples, *answers], with_answers(loss, MU, phi=False), outputs)
@@ -88,6 +89,32 @@ def make_losses() -> dict[str, Any]:
     return {name: (make_loss(config), ("logprob", "entropy")) for name, config in configs.items()}
 
 
+def make_taught_losses() -> dict[str, Any]:
+    from swift_megatron_grpo.settings.distillation import Rlsd, Sdar
+    from swift_megatron_grpo.settings.losses import LossConfig
+    from swift_megatron_grpo.training.loss import make_loss
+
+    plain = LossConfig(loss_type="grpo", epsilon=0.2, epsilon_high=0.3, beta=0.0)
+    configs = {
+        "rlsd": replace(plain, rlsd=Rlsd(advantage_reweight="rlsd")),
+        "sdar": replace(plain, sdar=Sdar(sdar_loss_coef=0.1)),
+    }
+    return {name: (make_loss(config), ("logprob",)) for name, config in configs.items()}
+
+
+def with_teacher(samples: list[Any]) -> list[Any]:
+    rng = random.Random(7)
+    ratios = [[rng.gauss(0, 0.5) for _ in sample.old_logprobs] for sample in samples]
+    return [
+        replace(
+            sample,
+            teacher_ratios=gaps,
+            teacher_logprobs=[a + b for a, b in zip(sample.old_logprobs, gaps, strict=True)],
+        )
+        for sample, gaps in zip(samples, ratios, strict=True)
+    ]
+
+
 def make_samples(engine: Any, vocab_size: int) -> list[Any]:
     """Return off-policy samples; one completion is excluded from the loss and one dropped."""
     samples = fixed_samples(vocab_size, SAMPLES, seed=3, policies_given=True, one_prompt=True)
@@ -103,7 +130,6 @@ def make_samples(engine: Any, vocab_size: int) -> list[Any]:
 
 def once_per_step(engine: Any, samples: list[Any]) -> dict[str, float]:
     """Select tokens, and return the entropy threshold and the KL of completions, computed as in the loop."""
-    from swift_megatron_grpo.grading.token_baselines import energies, token_advantages
     from swift_megatron_grpo.loop.samples import entropy_threshold, select_tokens
     from swift_megatron_grpo.runtime.parallel import Coordinator
     from swift_megatron_grpo.training.loss.kl import divergences
@@ -123,10 +149,4 @@ def once_per_step(engine: Any, samples: list[Any]) -> dict[str, float]:
     kls = coordinator.gather_samples(divergences(values, reference, "k1"), engine.parallel)
     assert sorted(kls) == sorted(entropies) == list(range(len(samples)))
     share = sum(sum(sample.selected) for sample in samples) / sum(map(len, entropies.values()))
-    temperature = engine.passes.settings.temperature
-    sharper = engine.infer(samples, temperature=temperature / 2)
-    held = {i: energies(value.logprobs, sharper[i].logprobs) for i, value in values.items()}
-    energy = coordinator.gather_samples(held, engine.parallel)
-    baselines = token_advantages([float(i) for i in range(GROUP)], [energy[i] for i in range(GROUP)])
-    advantages = {f"advantage of {i}": sum(of_tokens) for i, of_tokens in enumerate(baselines)}
-    return {"threshold": threshold, "share": share, **advantages, **{f"kl of {i}": kls[i] for i in range(len(samples))}}
+    return {"threshold": threshold, "share": share, **{f"kl of {i}": kls[i] for i in range(len(samples))}}

@@ -328,7 +328,6 @@ _MISSING = """
 --model nobody/nothing --use_hf true -> nobody/nothing cannot be loaded
 --ref_model /no/such/model --beta 0.1 -> --ref_model
 --dataset /no/such.jsonl -> --dataset & /no/such.jsonl
---dataset ./nowhere.jsonl -> --dataset & nowhere.jsonl
 --dataset nowhere.jsonl -> --dataset & nowhere.jsonl
 --dataset ~/nowhere.jsonl -> --dataset & nowhere.jsonl
 --dataset nowhere.jsonl#10 -> --dataset & nowhere.jsonl
@@ -422,6 +421,7 @@ _DATASETS = """
 --dataset FILE:few.jsonl --num_train_epochs 1 -> prompts & train_iters
 --dataset FILE:long.jsonl --max_length 16 --truncation_strategy raise -> max_length
 --dataset FILE:long.jsonl --max_length 16 -> max_length & row & long.jsonl
+--dataset FILE:turns.jsonl --loss_scale default -> --dataset & turns.jsonl & --loss_scale last_round
 --dataset FILE:twice.jsonl -> twice.jsonl, line 3 & query
 --dataset FILE:half.jsonl -> half.jsonl, line 3
 --dataset FILE:blank.jsonl -> blank.jsonl

@@ -34,6 +34,9 @@ FILES = {
     "no_messages.jsonl": "\n".join([*_GOOD, _row(messages=[])]),
     "only_assistant.jsonl": "\n".join(_row(messages=[{"role": "assistant", "content": "a"}]) for _ in range(4)),
     "mixed.jsonl": "\n".join([*_GOOD, _row(query="spell c")]),
+    "turns.jsonl": "\n".join(
+        _row(messages=[*_user("a"), {"role": "assistant", "content": "b"}, *_user("c")]) for _ in range(8)
+    ),
     "few.jsonl": _GOOD[0],
     "long.jsonl": "\n".join(_row(messages=_user("spell " * 99)) for _ in range(8)),
     "twice.jsonl": "\n".join([*_GOOD, '{"query": "a", "query": "b"}']),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.data.checks import check_rows, check_tags, without_row_numbers
+from swift_megatron_grpo.data.checks import check_no_earlier_turns, check_rows, check_tags, without_row_numbers
 from tests.unit.data.datasets import QUESTION, load, write
 
 
@@ -35,6 +35,25 @@ def test_a_row_has_the_number_of_its_file_after_shuffling(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match=rf"1 of 80 rows .* row 17 of {other} has no user turn"):
         check_rows(dataset, takes_images=False)
     assert {*without_row_numbers(dataset).column_names} & {"row_of_source"} == set()
+
+
+@pytest.mark.parametrize(
+    ("roles", "earlier"),
+    [
+        ("system user", 0),
+        ("user assistant", 0),
+        ("user assistant user", 1),
+        ("user tool_call tool assistant", 1),
+        ("user assistant user tool_call tool_response", 2),
+    ],
+)
+def test_turns_that_no_policy_of_the_run_sampled_are_counted(tmp_path: Path, roles: str, earlier: int) -> None:
+    messages = [{"role": role, "content": "{}"} for role in roles.split()]
+    dataset = load(write(tmp_path / "a.jsonl", QUESTION, {"messages": messages, "solution": "3"}))
+    if not earlier:
+        return check_no_earlier_turns(dataset)
+    with pytest.raises(ValueError, match=rf"row 1 of \S*a.jsonl has {earlier}; use --loss_scale last_round"):
+        check_no_earlier_turns(dataset)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.json"])

@@ -12,6 +12,7 @@ from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.loop.step import GRPOLoop
 from swift_megatron_grpo.output.recording.rows import Limits, no_images
 from swift_megatron_grpo.output.recording.unfinished import UnfinishedRollout, read_unfinished, shared_settings
+from swift_megatron_grpo.settings.distillation import Rlsd, Sdar
 from swift_megatron_grpo.settings.losses import Correction, LossConfig
 from swift_megatron_grpo.types import Prompt, Sample
 from tests.fakes.generation import LOGPROB
@@ -19,6 +20,7 @@ from tests.fakes.runs import PROMPTS, ROWS, STEP, FakeRun, fake_run, kl_of, rout
 
 BEFORE = -2.0  # log-prob of a token before the first update
 LOSS = LossConfig(loss_type="grpo", epsilon=0.2, epsilon_high=0.2, beta=0.0)
+SDAR = replace(LOSS, sdar=Sdar(sdar_loss_coef=0.1))
 
 
 def loop_of(run: FakeRun, steps_done: int = 0, unfinished: UnfinishedRollout | None = None) -> GRPOLoop:
@@ -132,14 +134,20 @@ def test_a_teacher_of_stale_completions_is_compared_with_the_trainer() -> None:
     assert found == [[[-2.5 - BEFORE]] * 6, [[-2.5 - BEFORE - STEP]] * 6]
 
 
-def test_tokens_have_baselines_of_the_policy_that_sampled_them() -> None:
-    """Their passes precede the first update; completions of equal rewards have advantages of 0, up to 1e-8."""
-    run = fake_run(steps_per_generation=3, estimator="optimal_token_baseline")
-    train(run, 3)
-    assert run.events[-9:] == ["infer"] * 3 + ["infer at 0.5"] * 3 + ["train"] * 3
-    assert all(graded.advantage == graded.reward for graded in run.logged)
-    found = [value for batch in run.policy.trained for s in batch for value in s.token_advantages or [1.0]]
-    assert found == pytest.approx([0.0] * 6, abs=1e-6) and any(found)
+def test_sdar_compares_the_teacher_without_a_pass_of_the_policy() -> None:
+    run = fake_run(steps_per_generation=2, teacher=-2.5, loss=SDAR)
+    train(run, 2)
+    assert run.events.count("infer") == 1 and run.events.count("teacher") == 2
+    found = [[(sample.teacher_ratios, sample.teacher_logprobs) for sample in batch] for batch in run.policy.trained]
+    assert found == [[(None, [-2.5])] * 3] * 2
+
+
+def test_the_weight_of_rlsd_changes_between_rollouts_alone() -> None:
+    rlsd = Rlsd(advantage_reweight="rlsd", rlsd_lambda=0.8, rlsd_lambda_warmup_steps=4)
+    run = fake_run(steps_per_generation=2, teacher=-2.5, loss=replace(LOSS, rlsd=rlsd))
+    weights = [0.0, 0.0, 0.4, 0.4, 0.8, 0.8]
+    assert [metrics["rlsd_lambda"] for metrics in train(run, 6)] == weights
+    assert [loss.keywords["config"].rlsd.rlsd_lambda for loss in run.policy.losses] == weights
 
 
 def test_a_kl_in_the_reward_is_not_part_of_the_loss() -> None:
@@ -211,18 +219,21 @@ def saved(loop: GRPOLoop, run: FakeRun, folder: Path, rollouts_done: int = 0) ->
     return read_unfinished(folder, rollouts_done, settings, prompts.__getitem__, Limits(99, 1), no_images)
 
 
-@pytest.mark.parametrize(("iterations", "teacher"), [(1, None), (2, None), (1, -2.5), (2, -2.5)])
+@pytest.mark.parametrize(
+    ("iterations", "teacher", "loss"),
+    [(1, None, LOSS), (2, None, LOSS), (1, -2.5, LOSS), (2, -2.5, LOSS), (2, -2.5, SDAR)],
+)
 def test_a_run_that_resumes_between_two_steps_of_a_rollout_trains_the_same(
-    tmp_path: Path, iterations: int, teacher: float | None
+    tmp_path: Path, iterations: int, teacher: float | None, loss: LossConfig
 ) -> None:
-    whole = fake_run(steps_per_generation=2, num_iterations=iterations, teacher=teacher)
+    whole = fake_run(steps_per_generation=2, num_iterations=iterations, teacher=teacher, loss=loss)
     loop = loop_of(whole)
     loop.train_step()
     unfinished = saved(loop, whole, tmp_path)
     for _ in range(2 * iterations):
         loop.train_step()
 
-    resumed = fake_run(steps_per_generation=2, num_iterations=iterations, teacher=teacher)
+    resumed = fake_run(steps_per_generation=2, num_iterations=iterations, teacher=teacher, loss=loss)
     again = loop_of(resumed, steps_done=1, unfinished=unfinished)
     resumed.policy.parameter += STEP
     for _ in range(2 * iterations):

@@ -184,19 +184,19 @@ RAY = ["megatron", "rlhf", "--use_ray", "true"]
 
 
 @pytest.mark.parametrize(
-    ("argv", "orig_argv", "config"),
+    ("argv", "orig_argv", "use"),
     [
-        ([*RAY, *GRPO], [PYTHON, *RAY, *GRPO], ""),
-        ([RLHF, *GRPO], [PYTHON, RLHF, "--use_ray", *GRPO], ""),  # ms-swift's script has removed the flag
-        ([*RAY, "--config", "FILE"], [PYTHON, *RAY, "--config", "FILE"], "model: m\nrlhf_type: 'grpo'\n"),
+        ([*RAY, *GRPO], [PYTHON, *RAY, *GRPO], "use --use_ray false with NPROC_PER_NODE=GPUS"),
+        ([RLHF, *GRPO], [PYTHON, RLHF, "--use_ray", *GRPO], "use --use_ray false"),  # ms-swift has removed the flag
+        ([*RAY, "--config", "FILE"], [PYTHON, *RAY, "--config", "FILE"], r"`swift-megatron-grpo convert .*run\.yaml`"),
     ],
 )
-def test_grpo_in_the_ray_pipeline_is_refused_by_name(
-    argv: list[str], orig_argv: list[str], config: str, tmp_path: Path
+def test_grpo_in_the_ray_pipeline_is_refused_with_what_to_use(
+    argv: list[str], orig_argv: list[str], use: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text(config)
-    with pytest.raises(SystemExit, match=r"--use_ray true: .*use --use_ray false"):
+    file.write_text("model: m\nrlhf_type: 'grpo'\n")
+    with pytest.raises(SystemExit, match=f"--use_ray true: .*{use}"):
         activation.activate([str(file) if word == "FILE" else word for word in argv], orig_argv, {})
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from swift_megatron_grpo.arguments.teachers import check_tokens
 from swift_megatron_grpo.settings.algorithm import Algorithm
+from swift_megatron_grpo.settings.distillation import Rlsd
 from swift_megatron_grpo.settings.layout import DataShape
 from swift_megatron_grpo.settings.teacher import Teacher
 from tests.unit.settings.flags import faults, of
@@ -22,6 +24,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dynamic": (ALONE | {"dynamic_sample": True}, "--dynamic_sample true needs rewards"),
     "evaluation": (ALONE | {"val_dataset": ["rows.jsonl"]}, "an evaluation needs rewards"),
     "split": (ALONE | {"split_dataset_ratio": 0.1}, "or leave --split_dataset_ratio out"),
+    "rlsd without rewards": (ALONE | {"advantage_reweight": "rlsd"}, "rlsd weights the advantages of rewards"),
+    "two uses": (
+        TAUGHT | {"advantage_reweight": "rlsd", "sdar_loss_coef": 0.1},
+        "--sdar_loss_coef 0.1 are two uses of one teacher",
+    ),
+    "sdar without a teacher": (
+        TAUGHT | {"sdar_loss_coef": 0.1, "teacher_model": None},
+        "--sdar_loss_coef 0.1 needs a teacher",
+    ),
+    "rlsd without a teacher": (
+        TAUGHT | {"advantage_reweight": "rlsd", "teacher_model": None},
+        "add the column teacher_prompt to the dataset, or use --teacher_model",
+    ),
     "nothing": (ALONE | {"teacher_kl_coef": 0.0}, "nothing would be trained; use --teacher_kl_coef 1"),
 }
 REFUSED_BY_ALGORITHM: dict[str, tuple[dict[str, Any], str]] = {
@@ -37,7 +52,7 @@ REFUSED_BY_ALGORITHM: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_a_teacher_excludes_is_refused(case: str) -> None:
     typed, message = REFUSED[case]
-    assert message in faults(Teacher, **typed)
+    assert message in faults(Teacher, rows=DataShape(0, False), **typed)
 
 
 @pytest.mark.parametrize("case", REFUSED_BY_ALGORITHM)
@@ -46,9 +61,25 @@ def test_an_algorithm_that_compares_has_rewards_to_compare(case: str) -> None:
     assert message in faults(Algorithm, **typed)
 
 
+def test_sdar_excludes_no_loss_and_needs_no_rewards() -> None:
+    sdar = {"sdar_loss_coef": 0.1, "teacher_kl_coef": 0.0, "off_policy_sequence_mask_delta": 0.5, "loss_type": "fipo"}
+    assert faults(Teacher, rows=DataShape(0, False), **ALONE | sdar) == ""
+
+
 def test_a_teacher_with_and_without_rewards_is_accepted() -> None:
     assert faults(Teacher, **TAUGHT) == faults(Teacher, **ALONE) == ""
     assert faults(Algorithm, **ALONE, num_generations=1, micro_batch_size=1, global_batch_size=8) == ""
+
+
+@pytest.mark.parametrize(("warmup", "decay"), [(0, 0), (3, 0), (0, 4), (3, 4)])
+def test_the_weight_of_rlsd_follows_ms_swifts_schedule(warmup: int, decay: int) -> None:
+    from swift.rlhf_trainers.grpo_trainer import GRPOTrainer
+
+    rlsd = Rlsd(rlsd_lambda=0.8, rlsd_lambda_warmup_steps=warmup, rlsd_lambda_decay_steps=decay)
+    for step in range(10):
+        stock = SimpleNamespace(state=SimpleNamespace(global_step=step), **vars(rlsd))
+        assert rlsd.share(step) == pytest.approx(GRPOTrainer._rlsd_effective_lambda(stock))
+    assert rlsd.share(9) == (0 if decay else 0.8)
 
 
 def test_the_base_of_an_adapter_is_a_teacher_without_a_copy() -> None:

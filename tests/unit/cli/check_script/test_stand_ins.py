@@ -135,7 +135,7 @@ def test_the_architecture_is_found_by_name_or_by_config(tmp_path: Path) -> None:
 
 def test_every_published_script_of_ms_swift_is_read() -> None:
     scripts = published_scripts()
-    assert len(scripts) == 21 and {*NOT_RUN} <= {*scripts}
+    assert len(scripts) == 24 and {*NOT_RUN} <= {*scripts}
     for script in scripts.values():
         assert read_flags(script.flags.split())["rlhf_type"] == ["grpo"] and script.source and script.commit
 

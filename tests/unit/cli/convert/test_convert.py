@@ -211,12 +211,48 @@ def test_the_printed_script_is_valid_and_lists_everything(tmp_path: Path, capsys
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
 
 
+RAY = """
+rlhf_type: grpo
+model: Qwen/Qwen3.5-2B
+seed: 1
+lr: 5e-5
+nnodes: 2
+train: {gpus: 16, seed: 3, tuner_type: lora}
+rollout: {gpus: 16, seed: 2, vllm_gpu_memory_utilization: 0.4, vllm_engine_kwargs: {max_logprobs: 64}}
+teacher: {gpus: 4}
+reward_funcs: [accuracy, format]
+use_ray: true
+beta:
+"""
+
+
+def test_the_roles_of_ms_swifts_ray_pipeline_become_one_command(tmp_path: Path) -> None:
+    conversion = converted(tmp_path, "ray.yaml", RAY + "colocate_groups: [[train, rollout, teacher]]")
+    assert conversion.flags == {
+        "model": ("Qwen/Qwen3.5-2B",), "lr": ("5e-5",), "reward_funcs": ("accuracy", "format"), "seed": ("3",),
+        "tuner_type": ("lora",), "vllm_gpu_memory_utilization": ("0.4",), "vllm_mode": ("colocate",),
+    }  # fmt: skip
+    assert conversion.environment == {"NPROC_PER_NODE": "8", "NNODES": "2"} and not conversion.unknown
+    assert set(conversion.by_hand) == {"teacher.gpus=4", "vllm_engine_kwargs.max_logprobs=64"}
+
+
+def test_a_rollout_of_ray_on_gpus_of_its_own_needs_a_server(tmp_path: Path) -> None:
+    conversion = converted(tmp_path, "ray.yaml", RAY)
+    assert conversion.flags["vllm_mode"] == ("server",)
+    assert "swift rollout" in conversion.by_hand["rollout.gpus=16"]
+
+
+def test_other_training_of_ms_swifts_ray_pipeline_has_no_counterpart(tmp_path: Path) -> None:
+    conversion = converted(tmp_path, "ray.yaml", RAY.replace("grpo", "gkd"))
+    assert conversion.unknown == {"rlhf_type": "gkd: only GRPO is trained by this package"}
+
+
 def test_a_file_of_another_program_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "other.yaml"
     path.write_text("learning_rate: 1")
     assert main(["convert", str(path)]) == 1
     assert (
-        "none of the keys of verl, siiRL, ROLL, slime or TRL; name the trainer with --trainer"
+        "none of the keys of verl, siiRL, ROLL, slime, TRL or ms-swift's Ray; name the trainer with --trainer"
         in capsys.readouterr().err
     )
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from swift.rl_core.advantage import expand_advantage_to_per_token
+from swift.rl_core.advantage import apply_rlsd_reweight, compute_sdar_loss, expand_advantage_to_per_token
 
+from swift_megatron_grpo.settings.distillation import Rlsd, Sdar
 from swift_megatron_grpo.settings.losses import Correction, Fipo, LossConfig, Vespo
 from swift_megatron_grpo.training.loss import LOSSES, effective_sample_size
 from swift_megatron_grpo.training.loss.policies import discounted_future_sum
@@ -300,8 +301,19 @@ def test_the_corrected_kl_has_the_gradient_of_the_kl_itself(corrected: bool) -> 
     assert (expected == pytest.approx(float(kl.detach()), abs=1e-6)) == corrected
 
 
-def test_a_teacher_adds_its_log_ratio_to_the_advantage_of_each_token() -> None:
-    """Compare the gradients with the advantages of ms-swift's package, in a step whose importance ratios are 1."""
+@dataclass(frozen=True)
+class Taught:
+    """A step whose importance ratios are 1, and the same values as ms-swift takes them."""
+
+    step: Step
+    ratios: list[list[float]]
+    advantages: torch.Tensor
+    mask: torch.Tensor
+    teacher: torch.Tensor
+    policy: torch.Tensor
+
+
+def taught_step() -> Taught:
     step = make_step([3, 5, 2, 4], seed=3)
     ratios = [[0.3 * t - 0.5 for t in range(len(values))] for values in step.logprobs]
     mask = torch.zeros(4, 5)
@@ -313,10 +325,51 @@ def test_a_teacher_adds_its_log_ratio_to_the_advantage_of_each_token() -> None:
         policy[i, :length] = torch.tensor(step.logprobs[i])
         teacher[i, :length] = policy[i, :length] + torch.tensor(ratios[i])
     advantages = torch.tensor([sample.advantage for sample in step.samples])
-    expected = expand_advantage_to_per_token(advantages, mask, teacher, policy, teacher_kl_coef=0.7)
-    result = run(step, replace(PLAIN, loss_type="dapo", beta=0.0, teacher_kl_coef=0.7), [[0, 1], [2, 3]])
+    return Taught(step, ratios, advantages, mask, teacher, policy)
+
+
+def check_advantages(step: Step, config: LossConfig, expected: torch.Tensor) -> dict[str, float]:
+    """Compare the gradients with the advantages of ms-swift's package, and return the metrics."""
+    result = run(step, replace(config, loss_type="dapo", beta=0.0), [[0, 1], [2, 3]])
     for i, gradient in result.gradients.items():
         wanted = (-expected[i, : len(gradient)] / 14).tolist()  # of -r A, over all tokens
         assert gradient == pytest.approx(wanted, abs=1e-6)
-    kl = [math.exp(ratio) - ratio - 1 for row in ratios for ratio in row]
-    assert result.metrics["teacher_kl"] == pytest.approx(sum(kl) / 14, rel=1e-5)
+    return result.metrics
+
+
+def test_a_teacher_adds_its_log_ratio_to_the_advantage_of_each_token() -> None:
+    it = taught_step()
+    expected = expand_advantage_to_per_token(it.advantages, it.mask, it.teacher, it.policy, teacher_kl_coef=0.7)
+    metrics = check_advantages(it.step, replace(PLAIN, teacher_kl_coef=0.7), expected)
+    kl = [math.exp(ratio) - ratio - 1 for row in it.ratios for ratio in row]
+    assert metrics["teacher_kl"] == pytest.approx(sum(kl) / 14, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sdar_adds_ms_swifts_loss_to_every_loss(name: str) -> None:
+    it = taught_step()
+    plain = replace(PLAIN, loss_type=name, beta=0.0)
+    without = run(it.step, replace(plain, teacher_kl_coef=0.0))
+    for sample, row in zip(it.step.samples, it.teacher.tolist(), strict=True):
+        sample.teacher_ratios, sample.teacher_logprobs = None, row[: sum(sample.completion_mask)]
+    now = it.policy.clone().requires_grad_()
+    expected, metrics = compute_sdar_loss(now, it.teacher, it.mask, gate_beta=3.0)
+    expected.backward()
+    ours = run(it.step, replace(plain, sdar=Sdar(sdar_loss_coef=0.2, sdar_gate_beta=3.0)))
+    assert ours.loss - without.loss == pytest.approx(0.2 * expected.item(), abs=1e-6)
+    assert {name: ours.metrics[name] for name in metrics} == pytest.approx(metrics, rel=1e-5)
+    assert abs(expected.item()) > 0.01 and ours.metrics["teacher_kl"] == pytest.approx(without.metrics["teacher_kl"])
+    for i, gradient in ours.gradients.items():
+        wanted = [0.2 * value for value in now.grad[i, : len(gradient)].tolist()]  # type: ignore[index]
+        assert [a - b for a, b in zip(gradient, without.gradients[i], strict=True)] == pytest.approx(wanted, abs=1e-6)
+
+
+@pytest.mark.parametrize("negative_only", [False, True])
+def test_rlsd_weights_advantages_as_ms_swift_does(negative_only: bool) -> None:
+    it = taught_step()
+    it.step.samples[2].advantage, it.advantages[2] = 0.0, 0.0
+    assert {-1.0, 0.0, 1.0} == set(it.advantages.sign().tolist())
+    rlsd = Rlsd(advantage_reweight="rlsd", rlsd_lambda=0.7, rlsd_reweight_clip_range=0.3,
+                rlsd_negative_only=negative_only)  # fmt: skip
+    expected = apply_rlsd_reweight(it.advantages, it.mask, it.teacher, it.policy, 0.7, 0.3, negative_only)
+    assert "teacher_kl" in check_advantages(it.step, replace(PLAIN, rlsd=rlsd), expected)
