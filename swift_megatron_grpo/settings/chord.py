@@ -42,7 +42,7 @@ class Chord(Flags):
         None, "Steps after these in which mu falls to its valley, as a cosine. Default: none.", example="200"
     )
     chord_mu_peak: Annotated[float | None, Range(0, 0.9, high=1, why="it is a share of the loss")] = flag(
-        None, "The largest mu. Default: none.", example="0.9"
+        None, "The largest mu, which the warm-up ends with. Default: none.", example="0.9"
     )
     chord_mu_valley: Annotated[float | None, Range(0, 0.05, high=1, why="it is a share of the loss")] = flag(
         None, "The mu of all steps after the decay; 0 trains no answers from then on. Default: none.", example="0.05"

@@ -89,7 +89,6 @@ DIFFERENCES = """\
 * Weight decay is 0, because trainers differ in the parameters that they exempt.
 * Seeds: each trainer shuffles prompts in its own way. verl gets the seed for its data and for vLLM, and TRL does not
   pass it to vLLM.
-* TRL's first step has a learning rate of 0, so its warm-up is one step behind that of this package.
 * TRL's correction for the difference between vLLM and the trainer is off, because the other trainers have none by
   default.
 * The authors of TRL and verl have not reviewed these settings.
