@@ -219,9 +219,9 @@ def _candidates(choice: dict[str, Any] | None) -> str:
     columns["mean in training"] = lambda row: f"{row['mean']:.1%}"
     missing = len(LEARNING_RATES) * len(GROUPS) - len(choice["candidates"])
     note = f" {missing} candidates did not end and are missing." if missing else ""
+    by = f"by {choice['problems']} held-out problems, on {', '.join(choice['device'])}"
     return f"""\
-Chosen: {choice["learning_rate"]:g} and groups of {choice["generations"]}, by {choice["problems"]} held-out problems, on
-{", ".join(choice["device"])}.{note}
+Chosen: {choice["learning_rate"]:g} and groups of {choice["generations"]}, {by}.{note}
 
 {table(columns, choice["candidates"])}"""
 

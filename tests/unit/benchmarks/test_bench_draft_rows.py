@@ -20,7 +20,10 @@ from benchmarks.bench_draft_rows import (
     prices,
     speculation,
 )
+from benchmarks.harness.draft_prices import text_of, with_draft_prices
 from benchmarks.harness.models import qwen3_config, text_sizes
+from benchmarks.harness.other_pages import with_table
+from benchmarks.harness.paths import REPOSITORY
 from benchmarks.harness.shapes import SHAPES
 
 
@@ -87,3 +90,14 @@ def test_every_batch_has_a_graph_and_every_depth_a_number_of_requests() -> None:
 def test_the_results_have_the_arguments_that_change_them() -> None:
     elsewhere = {"json", "shapes", "arms", "limit", "arm_limit", "work", "only", "part"}
     assert set(WORKLOAD) == set(vars(parse(["--json", "rows.json"]))) - elsewhere
+
+
+def test_the_page_has_the_prices_of_the_file() -> None:
+    path, marks, text = with_draft_prices(REPOSITORY)
+    page = (REPOSITORY / path).read_text()
+    assert page == with_table(page, marks, text), "run scripts/fix"
+    found = [{"shape": "8b", "arm": "v2-drafts", "running": 16, "depth": 4, "step": 1.1, "busy": 1.2}]
+    others = [{**found[0], "arm": "v1-drafts-4", "step": 3.0}, {**found[0], "depth": 1, "step": 2.0}]
+    lines = text_of({"running": [64, 16], "prices": [*found, *others]}).splitlines()
+    assert lines[2] == "| 16 | not measured | not measured | not measured | +10% | not measured | not measured |"
+    assert lines[3].startswith("| 64 |")

@@ -176,7 +176,7 @@ def test_the_choice_has_the_highest_mean_accuracy_after_training_began() -> None
     assert (choice["learning_rate"], choice["generations"], choice["device"]) == (1e-5, 16, ["NVIDIA H200"])
     assert [row["mean"] for row in choice["candidates"]] == [0.35, 0.3]
     text = page.files([], [], json.loads(json.dumps(choice)))[page.PAGE]
-    assert "Chosen: 1e-05 and groups of 16, by 64 held-out problems, on\nNVIDIA H200. 4 candidates did not end" in text
+    assert "Chosen: 1e-05 and groups of 16, by 64 held-out problems, on NVIDIA H200. 4 candidates did not end" in text
     assert "| learning rate | group | after step 0 | after step 50 | after step 100 | mean in training |" in text
     assert "| 2e-05 | 8 | 90.0% | 10.0% | 50.0% | 30.0% |" in text
     with pytest.raises(ValueError, match="do not have the learning_rate and generations"):
