@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .markdown import table
+from .markdown import lines_of
 
 FILE = Path("benchmarks/h200/parts/draft-rows.json")
 PAGE = Path("docs/speculation.md")
@@ -27,11 +26,10 @@ def text_of(results: dict[str, Any]) -> str:
         for row in results["prices"]
         if row["arm"] == "v2-drafts"
     }
-    columns: dict[str, Callable[[int], str]] = {"running": str} | {
-        f"{NAMES[shape]}, {depth} drafts": lambda running, shape=shape, depth=depth: longer.get(
-            (shape, running, depth), "not measured"
-        )
-        for shape in NAMES
-        for depth in (2, 4)
-    }
-    return table(columns, sorted(results["running"]))
+    engines = [(shape, depth) for shape in NAMES for depth in (2, 4)]
+    head = ["running", *(f"{NAMES[shape]}, {depth} drafts" for shape, depth in engines)]
+    rows = [
+        [str(running), *(longer.get((shape, running, depth), "not measured") for shape, depth in engines)]
+        for running in sorted(results["running"])
+    ]
+    return lines_of([head, *rows]) + "\n"

@@ -50,9 +50,8 @@ def encode_answers(dataset: Any, template: Template, longest: int | None, leave_
     answers = [each for each in found if isinstance(each, Answer)]
     empty = [(row, "has none") for row, each in enumerate(answers) if not each.trained.any()]
     refuse_rows(dataset, empty, "have no token to train", "; end them with a turn of the assistant, or remove them")
-    long = [
-        (row, f"has {len(each.tokens)}") for row, each in enumerate(answers) if len(each.tokens) > (longest or 10**9)
-    ]
+    lengths = [len(each.tokens) for each in answers]
+    long = [(row, f"has {tokens}") for row, tokens in enumerate(lengths) if longest is not None and tokens > longest]
     if long and (len(long) == len(answers) or not leave_out):
         advice = (
             "; shorten or remove them, use a larger --max_length, or --truncation_strategy delete to leave them out"

@@ -107,7 +107,7 @@ def check_no_earlier_turns(dataset: Any) -> None:
 
 def _earlier_turns(roles: Sequence[str]) -> int:
     """Return the number of responses before the last prompt; one at the end of a row is not read."""
-    asked = max(place for place, role in enumerate(roles) if role not in _RESPONSE_ROLES)
+    asked = max((place for place, role in enumerate(roles) if role not in _RESPONSE_ROLES), default=0)
     return sum(role in _RESPONSE_ROLES for role in roles[:asked])
 
 

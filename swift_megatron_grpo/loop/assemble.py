@@ -324,9 +324,10 @@ def prompt_source(config: GRPOConfig, run: RunInputs, spare: bool = False, taken
 
 
 def _answers(config: GRPOConfig, run: RunInputs) -> AnswerSource | None:
+    if not run.answers:
+        return None
     micro_batches = config.batch.global_batch_size // config.batch.micro_batch_size
-    per_step = config.chord.answers(micro_batches)
-    return AnswerSource(run.answers, config.data.seed, per_step) if run.answers else None
+    return AnswerSource(run.answers, config.data.seed, config.chord.answers(micro_batches))
 
 
 def evaluation(config: GRPOConfig, template: Any, rows: Any, loop: GRPOLoop) -> Evaluation:

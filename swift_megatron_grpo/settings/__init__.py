@@ -26,7 +26,7 @@ time_limits.py   time limits, traced steps
 run.py           duration, checkpoints, data, a check without training
 teacher.py       the teacher of on-policy distillation
 distillation.py  other uses of its log-probs: RLSD, SDAR
-chord.py          CHORD: given answers, which supervised fine-tuning trains in the same steps as the completions.
+chord.py         CHORD: answers that are trained in the same steps
 
 To add a flag, add a field to the class of the stage that reads it. Nothing else lists it.
 """

@@ -8,7 +8,7 @@ sync and no collective. m: trained tokens of the micro batch, s: its sequences.
     total.py       policy loss + beta * KL - entropy_coef * entropy + SDAR; LOSSES by --loss_type
     terms.py       inputs of every loss: log-probs, ratios, advantages, packed tokens as rows of sequences
     teaching.py    advantages of tokens with a teacher: OPD, RLSD
-    policies.py    policy losses: clipped, CISPO, SAPO, FIPO, REAL
+    policies.py    policy losses: clipped, CISPO, SAPO, VESPO, DPPO, FIPO, REAL
     kl.py          KL estimators, the KL of completions, and beta, fixed or adaptive
     chord.py       the loss of completions and of given answers in one step
     correction.py  rollout correction: importance weights, masks, metrics

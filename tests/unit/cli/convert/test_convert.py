@@ -147,7 +147,7 @@ def test_prompts_that_verl_filters_are_left_out_in_any_order_of_keys(tmp_path: P
 
 def test_verls_default_for_prompts_that_are_too_long_is_written(tmp_path: Path) -> None:
     conversion = converted(tmp_path, "run.sh", "python3 -m x actor_rollout_ref.rollout.n=8")
-    holds(conversion.flags, truncation_strategy="raise")
+    assert conversion.flags["truncation_strategy"] == ("raise",)
 
 
 def test_columns_of_verl_have_the_names_of_ms_swift(tmp_path: Path) -> None:
