@@ -31,8 +31,31 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenSequence:
+    """Tokens that the policy sampled in one context, with that context. The fields are those of Rollout."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    logprobs: list[float] | None
+    sampled: list[bool] | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt_ids + self.completion_ids
+
+    @property
+    def sampled_mask(self) -> list[bool]:
+        """True for each completion token that the policy sampled, [c]."""
+        return [True] * len(self.completion_ids) if self.sampled is None else self.sampled
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
-    """One completion of one prompt, token by token as the engine produced it."""
+    """One completion of one prompt, token by token as the engine produced it.
+
+    A conversation of which later turns were sampled in other contexts has several sequences. The fields of tokens are
+    those of the last one.
+    """
 
     prompt: Prompt
     prompt_ids: list[int]  # [p] as sent to the engine
@@ -44,7 +67,14 @@ class Rollout:
     sampled: list[bool] | None = None  # [c] True for tokens that the policy sampled; None: all
     messages: list[dict[str, Any]] | None = None  # with several turns: the conversation, with the last response
     infos: dict[str, Any] = field(default_factory=dict)  # rollout_infos of ms-swift's schedulers
-    routed_experts: ExpertRows | None = field(default=None, compare=False)  # of the first tokens, by the engine
+    routed_experts: ExpertRows | None = field(default=None, compare=False)  # of the last sequence's first tokens
+    earlier: tuple[TokenSequence, ...] = ()  # the other sequences of this completion
+
+    @property
+    def sequences(self) -> tuple[TokenSequence, ...]:
+        """All sequences, each of which is trained."""
+        last = TokenSequence(self.prompt_ids, self.completion_ids, self.logprobs, self.sampled)
+        return *self.earlier, last
 
     @property
     def truncated(self) -> bool:
@@ -52,14 +82,9 @@ class Rollout:
         return self.finish_reason == "length"
 
     @property
-    def sampled_mask(self) -> list[bool]:
-        """True for each completion token that the policy sampled, [c]."""
-        return [True] * len(self.completion_ids) if self.sampled is None else self.sampled
-
-    @property
     def length(self) -> int:
         """Number of tokens that the policy sampled."""
-        return sum(self.sampled_mask)
+        return sum(sum(sequence.sampled_mask) for sequence in self.sequences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +99,8 @@ class Graded:
     @property
     def outcome(self) -> Outcome:
         rollout = self.rollout
-        return Outcome(self.rewards, self.reward, rollout.length, rollout.truncated, rollout.infos)
+        sequences = len(rollout.sequences)
+        return Outcome(self.rewards, self.reward, rollout.length, rollout.truncated, rollout.infos, sequences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +112,7 @@ class Outcome:
     length: int  # tokens that the policy sampled
     truncated: bool
     infos: dict[str, Any]
+    sequences: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +190,7 @@ class Sample:
     completion_mask: list[bool]  # [t] True if the policy sampled the token and the loss counts it
     advantage: float
     group: int = 0  # shared by the completions of one prompt
+    completion: int = -1  # shared by the sequences of one completion; below 0: this is its only one
     truncated: bool = False
     old_logprobs: list[float] | None = None  # [c]
     ref_logprobs: list[float] | None = None  # [c]

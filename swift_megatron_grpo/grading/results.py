@@ -120,6 +120,8 @@ def outcome_metrics(
     turns = [info["num_turns"] for info in infos if "num_turns" in info]
     if turns:
         metrics["num_turns"] = mean(turns)
+    if any(completion.sequences > 1 for completion in outcomes):
+        metrics["num_sequences"] = mean([completion.sequences for completion in outcomes])
     lost = [info.get("lost_turns", 0) for info in infos]
     if any(lost):
         metrics["num_turns/lost"] = mean(lost)

@@ -95,7 +95,11 @@ def reward_columns(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
             "finish_reason": rollout.finish_reason,
             "is_truncated": rollout.truncated,
             "rollout_infos": deepcopy(rollout.infos),
-            "response_token_ids": list(compress(rollout.completion_ids, rollout.sampled_mask)),
+            "response_token_ids": [
+                token
+                for sequence in rollout.sequences
+                for token in compress(sequence.completion_ids, sequence.sampled_mask)
+            ],
         }
         kept = (name for name in row if name not in _NOT_FOR_REWARDS and (row[name] or name not in _OPTIONAL))
         rows.append({**generated, **{name: row[name] for name in kept}})

@@ -2,12 +2,25 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
+from operator import eq
 from pathlib import Path
 from typing import Any
 
 from swift_megatron_grpo.output.disk.full_disk import naming_full_disk
 from swift_megatron_grpo.settings.recording import CompletionLogging
-from swift_megatron_grpo.types import Graded
+from swift_megatron_grpo.types import Graded, TokenSequence
+
+
+def as_tree(sequences: Sequence[TokenSequence], decode: Callable[[list[int]], str]) -> str:
+    """Return the text behind the first prompt, and of each further sequence the text from where it leaves another."""
+    texts = [decode(sequences[0].completion_ids)]
+    for number, sequence in enumerate(sequences[1:], start=1):
+        shared = [sum(takewhile(bool, map(eq, sequence.tokens, other.tokens))) for other in sequences[:number]]
+        most = max(shared)
+        where = f"after {most} tokens of sequence {shared.index(most) + 1}"
+        texts.append(f"\n--- sequence {number + 1} of {len(sequences)}, {where} ---\n{decode(sequence.tokens[most:])}")
+    return "".join(texts)
 
 
 @dataclass
@@ -46,9 +59,9 @@ class CompletionLog:
         return {
             "rollout": self.rollout,
             "gen_step": rollout.weights_version,
-            "prompt": self.decode(rollout.prompt_ids),
+            "prompt": self.decode(rollout.sequences[0].prompt_ids),
             # of a conversation all turns, as the model reads them
-            "completion": rollout.text if rollout.messages is None else self.decode(rollout.completion_ids),
+            "completion": rollout.text if rollout.messages is None else as_tree(rollout.sequences, self.decode),
             "tokens": rollout.length,
             "truncated": rollout.truncated,
             **dict(zip(self.reward_names, graded.rewards, strict=True)),

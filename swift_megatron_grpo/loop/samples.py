@@ -7,7 +7,7 @@ import numpy as np
 
 from swift_megatron_grpo.data.image_reader import ImageReader, Medium
 from swift_megatron_grpo.data.teacher_prompts import TeacherPrompts
-from swift_megatron_grpo.types import Graded, PlacedImage, Rollout, Sample
+from swift_megatron_grpo.types import Graded, PlacedImage, Rollout, Sample, TokenSequence
 
 NO_TOKEN = -1  # a token that the policy sampled stands for no image
 
@@ -21,17 +21,18 @@ def samples_of(
     teacher_prompts: TeacherPrompts | None = None,
     tag_column: str | None = None,
 ) -> list[Sample]:
-    """Return a sample for each completion. `replays_engine`: its routers choose the experts that the engine chose.
+    """Return a sample for each sequence of the completions.
 
-    `tag_column`: its value picks the teacher of a row.
+    `replays_engine`: its routers choose the experts that the engine chose. `tag_column`: its value picks the teacher of
+    a row.
     """
     read: dict[str, list[Medium]] = {}  # by prompt: its images are read once
 
-    def place(rollout: Rollout) -> tuple[PlacedImage, ...]:
+    def place(rollout: Rollout, sequence: TokenSequence) -> tuple[PlacedImage, ...]:
         if image_reader is None:
             return ()
         prompt = rollout.prompt
-        completed = zip(rollout.completion_ids, rollout.sampled_mask, strict=True)
+        completed = zip(sequence.completion_ids, sequence.sampled_mask, strict=True)
         inserted = [NO_TOKEN if is_sampled else token for token, is_sampled in completed]
         changed = "images" in rollout.infos  # by a scheduler or an environment
         if changed:
@@ -40,29 +41,35 @@ def samples_of(
             if prompt.prompt_id not in read:
                 read[prompt.prompt_id] = image_reader.images(prompt.row)
             shown = read[prompt.prompt_id]
-        return image_reader.place(prompt.prompt_id, shown, rollout.prompt_ids + inserted, may_end_early=changed)
+        may_end_early = changed or bool(rollout.earlier)
+        return image_reader.place(prompt.prompt_id, shown, sequence.prompt_ids + inserted, may_end_early)
 
+    sequences = [
+        (index, completion, sequence)
+        for index, completion in enumerate(graded)
+        for sequence in completion.rollout.sequences
+    ]
     rollouts = [completion.rollout for completion in graded]
-    of_teacher = [None] * len(rollouts) if teacher_prompts is None else teacher_prompts.tokens(rollouts)
+    of_teacher = [None] * len(sequences) if teacher_prompts is None else teacher_prompts.tokens(rollouts)
     samples = []
-    for index, completion in enumerate(graded):
-        rollout = completion.rollout
-        sampled = rollout.sampled_mask
+    for (index, completion, sequence), teacher_tokens in zip(sequences, of_teacher, strict=True):
+        rollout, sampled = completion.rollout, sequence.sampled_mask
         valid = completion.reward is not None
         too_long = valid and overlong_filter and rollout.truncated
         trained = valid and not too_long
         samples.append(
             Sample(
-                tokens=rollout.prompt_ids + rollout.completion_ids,
-                completion_mask=[False] * len(rollout.prompt_ids) + [trained and token for token in sampled],
+                tokens=sequence.tokens,
+                completion_mask=[False] * len(sequence.prompt_ids) + [trained and token for token in sampled],
                 advantage=completion.advantage,
                 group=index // group_size,
+                completion=index,
                 truncated=rollout.truncated,
-                teacher_tokens=of_teacher[index],
+                teacher_tokens=teacher_tokens,
                 tag=None if tag_column is None else str(rollout.prompt.row[tag_column]),
-                rollout_logprobs=[] if rollout.logprobs is not None and not trained else rollout.logprobs,
-                left_out=rollout.length if too_long else 0,
-                images=place(rollout),
+                rollout_logprobs=[] if sequence.logprobs is not None and not trained else sequence.logprobs,
+                left_out=sum(sampled) if too_long else 0,
+                images=place(rollout, sequence),
                 routed_experts=rollout.routed_experts if replays_engine else None,
             )
         )

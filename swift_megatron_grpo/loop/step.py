@@ -41,6 +41,7 @@ import numpy as np
 from swift_megatron_grpo.data.recordings import media_digests
 from swift_megatron_grpo.grading.results import add_advantages, outcome_metrics, subtract_kl
 from swift_megatron_grpo.loop.checks.experts import check_reported
+from swift_megatron_grpo.loop.checks.sequences import check_sequences
 from swift_megatron_grpo.loop.rollouts import Rollouts
 from swift_megatron_grpo.loop.run_ahead import RunAhead
 from swift_megatron_grpo.loop.samples import entropy_threshold, samples_of, select_tokens, without_routing
@@ -48,6 +49,7 @@ from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.step_context import PhaseTimer, StepContext
 from swift_megatron_grpo.loop.training_batches import TrainingBatches
 from swift_megatron_grpo.output.recording.unfinished import UnfinishedRollout, save_unfinished
+from swift_megatron_grpo.packing.collate import num_completions
 from swift_megatron_grpo.settings.config import GRPOConfig
 from swift_megatron_grpo.settings.losses import LossConfig
 from swift_megatron_grpo.training.loss import effective_sample_size, make_loss, reads_entropy, with_answers
@@ -130,11 +132,13 @@ class GRPOLoop:
     def _roll_out(self, step: StepContext) -> None:
         """Fill the batches with the next rollout, or with the rest of the one that the checkpoint interrupted."""
         if self._unfinished is not None:
+            check_sequences(self._unfinished.graded, self.config)
             self._rollouts.skip()
             self._batches.resume(self._unfinished, step)
             self._unfinished = None
             return
         graded = self._rollouts.take(step)
+        check_sequences(graded, self.config)
         if self.config.routing.router_replay_mode == "R3":
             check_reported([completion.rollout for completion in graded], self.stages.replay is not None)
         if self.config.kl.kl_in_reward:
@@ -178,7 +182,7 @@ class GRPOLoop:
         if self.stages.moving_reference is not None:
             self.stages.moving_reference.after_step(self._weights_version)
         if self.kl_controller.adapts and not self.config.kl.kl_in_reward:
-            self._adapt_beta(step.metrics["kl"], len(samples), step)
+            self._adapt_beta(step.metrics["kl"], num_completions(samples), step)
 
     def _loss_of_step(self, step: StepContext) -> LossConfig:
         """Return the loss with its weights that change from step to step: beta, and RLSD's from rollout to rollout."""
@@ -201,13 +205,15 @@ class GRPOLoop:
             reference = stages.reference.infer(without_routing(samples))
             of_rank = divergences(policy, reference, self.config.kl.kl_estimator or "k1")
             gathered = stages.coordinator.gather_samples(of_rank, stages.training.parallel)
-        penalties = [gathered[i] for i in range(len(samples))]
+        penalties = [0.0] * len(graded)
+        for index, sample in enumerate(samples):
+            penalties[sample.completion] += gathered[index]
         tokens = sum(sum(sample.completion_mask) for sample in samples)
         per_token = sum(penalties) / max(tokens, 1)
         counted = sum(completion.reward is not None for completion in graded)  # a dropped one has a penalty of 0
         step.metrics.update(kl=sum(penalties) / max(counted, 1), kl_per_token=per_token)
         penalised = subtract_kl(graded, penalties, self.kl_controller.value)
-        self._adapt_beta(per_token, len(samples), step)
+        self._adapt_beta(per_token, len(graded), step)
         return penalised
 
     def _adapt_beta(self, kl_per_token: float, completions: int, step: StepContext) -> None:

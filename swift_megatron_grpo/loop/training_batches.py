@@ -6,7 +6,7 @@ A checkpoint between two of these steps keeps the rollout, and a resumed run con
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, groupby
 
 from swift_megatron_grpo.loop.samples import as_teacher_reads, samples_of, without_routing
 from swift_megatron_grpo.loop.stages import Stages
@@ -94,7 +94,7 @@ class TrainingBatches:
             teacher_prompts=self._stages.teacher_prompts,
             tag_column=self._config.teacher.tag_column,
         )
-        return [samples[i : i + size] for i in range(0, len(samples), size)]
+        return [list(batch) for _, batch in groupby(samples, key=lambda sample: sample.completion // size)]
 
     def _compare_with_engine(self, samples: Sequence[Sample], rollouts: Sequence[Rollout], step: StepContext) -> None:
         """Compare log-probs with the engine's, once in a run, and experts, in every rollout."""
@@ -106,8 +106,8 @@ class TrainingBatches:
         self._compared_with_engine = True
         if stages.router_agreement is not None:
             with step.timer("router_agreement"):
-                chosen = [rollout.routed_experts for rollout in rollouts[: len(samples)]]
-                share = stages.router_agreement.measure(samples, chosen)
+                chosen = [(*[None] * len(rollout.earlier), rollout.routed_experts) for rollout in rollouts]
+                share = stages.router_agreement.measure(samples, list(chain.from_iterable(chosen)))
             if share is not None:
                 step.metrics["rollout/router_agreement"] = share
 
@@ -183,12 +183,13 @@ def old_logprobs_from_engine(rollouts: Sequence[Rollout], version: int, correcti
     """
     if correction.old_logprobs == "policy" and all(rollout.weights_version == version for rollout in rollouts):
         return False
-    if correction.old_logprobs == "engine" and any(rollout.logprobs is None for rollout in rollouts):
+    without = any(sequence.logprobs is None for rollout in rollouts for sequence in rollout.sequences)
+    if correction.old_logprobs == "engine" and without:
         raise RuntimeError(
             "completions came without the engine's log-probs, which --old_logprobs engine trains with; use "
             "--old_logprobs policy or, with --rollout_replay, a folder with logprobs"
         )
-    if any(rollout.logprobs is None for rollout in rollouts):
+    if without:
         raise RuntimeError(
             f"completions of other weights than the trainer's ({version}) came without the engine's log-probs, which "
             "alone measure how far the policy has moved since; use --async_generate false or, with --rollout_replay, "

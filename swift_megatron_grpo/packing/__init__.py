@@ -7,5 +7,6 @@ segments.py  the order of tokens in a micro batch: sequences, or prompts and the
 images.py    images of a micro batch, and positions on three axes
 routing.py   given experts of a micro batch, and recorded ones by sample
 expert_rows.py  rows of experts as compressed JSON, and back within bounds
+filling.py   sequences that fill micro batches of a fixed size
 collate.py   samples of a micro batch to the tensors of a packed forward pass
 """

@@ -5,7 +5,8 @@ batch; k: completion tokens whose log-prob this rank computes; s: sequences; g: 
 prompts and their completions.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,9 +25,10 @@ class Normalisers:
 
     sequences: int  # with at least one trained token; divisor of metrics
     tokens: int  # trained tokens; divisor of metrics
-    loss_sequences: int  # including those that --overlong_filter removes; divisor of losses
-    loss_tokens: int  # trained tokens of loss_sequences
-    loss_groups: int  # groups of loss_sequences
+    loss_completions: int  # including those that --overlong_filter removes; divisor of losses
+    loss_tokens: int  # trained tokens of loss_completions
+    loss_groups: int  # groups of loss_completions
+    tokens_of: Mapping[int, int]  # trained tokens of each numbered completion, in all its sequences
     sft_tokens: int  # trained tokens of given answers, which none of the others counts
 
 
@@ -35,14 +37,24 @@ def count(samples: Sequence[Sample]) -> Normalisers:
     samples = [sample for sample in samples if sample.sft_weights is None]
     trained = [sum(sample.completion_mask) for sample in samples]
     in_loss = [tokens + sample.left_out for tokens, sample in zip(trained, samples, strict=True)]
+    tokens_of: Counter[int] = Counter()
+    for tokens, sample in zip(trained, samples, strict=True):
+        tokens_of[sample.completion] += tokens
     return Normalisers(
         sequences=sum(t > 0 for t in trained),
         tokens=sum(trained),
-        loss_sequences=sum(t > 0 for t in in_loss),
+        loss_completions=num_completions([s for t, s in zip(in_loss, samples, strict=True) if t > 0]),
         loss_tokens=sum(in_loss),
         loss_groups=len({sample.group for t, sample in zip(in_loss, samples, strict=True) if t > 0}),
+        tokens_of={number: tokens for number, tokens in tokens_of.items() if number >= 0},
         sft_tokens=sum(sum(sample.completion_mask) for sample in answers),
     )
+
+
+def num_completions(samples: Sequence[Sample]) -> int:
+    """Return the number of completions that these sequences belong to; a given answer belongs to none."""
+    sampled = [sample.completion for sample in samples if sample.sft_weights is None]
+    return sum(number < 0 for number in sampled) + len({number for number in sampled if number >= 0})
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +90,7 @@ class MicroBatch:
     inputs: ModelInputs
     counts: tuple[int, ...]  # [s] trained tokens of each sequence; sums to m
     lengths: torch.Tensor  # [s] the same, on the device
+    completion_lengths: torch.Tensor  # [s] trained tokens of the completion of a sequence, in all its sequences
     advantages: torch.Tensor  # [m] fp32
     old_logprobs: torch.Tensor | None  # [m] fp32; None: the old policy is the trained one
     ref_logprobs: torch.Tensor | None  # [m] fp32
@@ -114,7 +127,6 @@ def collate(
     shown, of_images = pack_images(chosen, layout)
     held = [torch.tensor(zigzag_positions(lengths, rank, cp_size)) for rank in range(cp_size)]
     local = held[cp_rank]
-
     computed = [_rows_held(predicting, rank_positions, tokens.shape[0]) for rank_positions in held]
     order = torch.empty_like(targets)
     order[torch.cat([numbers for numbers, _ in computed])] = torch.arange(targets.shape[0])
@@ -159,6 +171,7 @@ def collate(
         ),
         counts=counts,
         lengths=to_device(torch.tensor(counts)),
+        completion_lengths=to_device(torch.tensor(_completion_lengths(chosen, counts, step))),
         advantages=to_device(advantages.repeat_interleave(torch.tensor(counts))),
         old_logprobs=per_token([s.old_logprobs for s in chosen], "old"),
         ref_logprobs=per_token([s.ref_logprobs for s in chosen], "reference"),
@@ -171,6 +184,10 @@ def collate(
         num_groups=len(number),
         step=step,
     )
+
+
+def _completion_lengths(samples: Sequence[Sample], counts: Sequence[int], step: Normalisers) -> list[int]:
+    return [step.tokens_of.get(sample.completion, own) for sample, own in zip(samples, counts, strict=True)]
 
 
 def _pack(samples: Sequence[Sample], layout: PackedLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

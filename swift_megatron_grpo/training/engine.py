@@ -20,7 +20,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 
-from swift_megatron_grpo.packing.collate import MicroBatch
+from swift_megatron_grpo.packing.collate import MicroBatch, num_completions
 from swift_megatron_grpo.packing.plan import StepPlan
 from swift_megatron_grpo.runtime.parallel import max_over_ranks, sum_over_ranks
 from swift_megatron_grpo.training.loss import LossFunction, TokenOutput
@@ -97,8 +97,9 @@ class MegatronEngine:
 
         `outputs`: the model outputs that the loss function reads; gradients flow through both.
         """
-        plan, shares = self._forward_backward(samples, loss_func, outputs)
-        self.flops_of_last_step = self.passes.flops(samples, plan) * (1 + self._trained.passes_of_backward)
+        filled = self.passes.filled(samples).samples
+        plan, shares = self._forward_backward(filled, loss_func, outputs)
+        self.flops_of_last_step = self.passes.flops(filled, plan) * (1 + self._trained.passes_of_backward)
         metrics = self._sum_metrics(shares)
         if not math.isfinite(metrics["loss"]):
             raise NonFiniteStep(f"step {self.steps_done + 1}: the loss is {metrics['loss']}; nothing was updated")
@@ -110,7 +111,7 @@ class MegatronEngine:
             updated, grad_norm, _ = self.optimizer.step()
         if not updated:
             raise OptimizerStepFailed(f"step {self.steps_done + 1}: Megatron's optimizer did not update the weights")
-        self.scheduler.step(increment=sum(sample.sft_weights is None for sample in samples))
+        self.scheduler.step(increment=num_completions(samples))
         self.steps_done += 1
         moe_aux_losses = pop_moe_aux_losses(self.passes.config, plan.num_micro_batches)
         return {**metrics, **moe_aux_losses, "grad_norm": self._finish_update(float(grad_norm))}

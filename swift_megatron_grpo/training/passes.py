@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import MegatronModule
 
 from swift_megatron_grpo.packing.collate import MicroBatch, ModelInputs, collate, count
+from swift_megatron_grpo.packing.filling import Filled, filled
 from swift_megatron_grpo.packing.plan import Alignment, StepPlan
 from swift_megatron_grpo.packing.routing import ExpertLayers, layers_with_experts, routing_shape
 from swift_megatron_grpo.packing.segments import lay_out
@@ -60,9 +61,14 @@ class Passes:
 
     @property
     def fewest_samples(self) -> int:
-        """Smallest number of samples that fills every rank; larger numbers must be multiples of it."""
+        """Smallest number of samples that fills every rank."""
         size = self.settings.micro_batch_size if self.settings.max_tokens is None else 1
         return self.parallel.dp_size * size * self._group_size
+
+    def filled(self, samples: Sequence[Sample]) -> Filled:
+        """Add sequences that fill micro batches of a fixed size; a token budget, and steps with answers, need none."""
+        fixed = self.settings.max_tokens is None and all(sample.sft_weights is None for sample in samples)
+        return filled(samples, self.fewest_samples if fixed else 1)
 
     def plan(self, samples: Sequence[Sample]) -> StepPlan:
         """Assign samples to data-parallel ranks and micro batches."""
@@ -175,15 +181,18 @@ class Passes:
 
         Returns them by sample index on the last pipeline stage, where losses are computed; {} on the other stages.
         """
-        return self._infer(samples, outputs, records=False)[0]
+        all_samples = self.filled(samples)
+        return all_samples.of_given(self._infer(all_samples.samples, outputs, records=False)[0])
 
     @torch.no_grad()
     def infer_and_record(self, samples: Sequence[Sample]) -> tuple[dict[int, TokenValues], dict[int, ExpertRows]]:
         """Compute log-probs as `infer` does, and record all experts by sample: see PassRouters.rows_by_sample."""
-        values, plan, routers = self._infer(samples, ("logprob",), records=True)
+        all_samples = self.filled(samples)
+        values, plan, routers = self._infer(all_samples.samples, ("logprob",), records=True)
         assert routers is not None
         assigned = plan.assignment[self.parallel.dp_rank]
-        return values, routers.rows_by_sample(assigned, samples, self._align, plan.share_prompts)
+        rows = routers.rows_by_sample(assigned, all_samples.samples, self._align, plan.share_prompts)
+        return all_samples.of_given(values), all_samples.of_given(rows)
 
     def _infer(
         self, samples: Sequence[Sample], outputs: Sequence[Output], records: bool

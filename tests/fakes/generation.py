@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from swift_megatron_grpo.generation.interface import Progress, Request, Share
 from swift_megatron_grpo.loop.step_context import PhaseTimer
 from swift_megatron_grpo.settings.config import SamplingConfig
-from swift_megatron_grpo.types import Rollout
+from swift_megatron_grpo.types import Rollout, TokenSequence
 
 LOGPROB = -1.0  # of each sampled token, under the engine's weights
 
@@ -27,6 +27,7 @@ class Engine:
     killed_after: int = -1  # groups
     events: list[str] = field(default_factory=list)
     rounding: float | None = None  # of the weight sync
+    earlier: int = 0  # sequences of the first completion of every group, before its last one
 
     def generate(self, requests: Sequence[Request], group_size: int, sampling: SamplingConfig) -> Generation:
         self.events.append("generate")
@@ -76,4 +77,6 @@ class Generation:
     def _complete(self, request: Request) -> Rollout:
         token = 2 if request.seed is None else request.seed % 97
         prompt = request.prompt
-        return Rollout(prompt, [1], [token], [LOGPROB], prompt.prompt_id, "stop", self.engine.version)
+        earlier = self.engine.earlier if request.place == 0 else 0
+        others = tuple(TokenSequence([1, 9], [number], [LOGPROB]) for number in range(earlier))
+        return Rollout(prompt, [1], [token], [LOGPROB], prompt.prompt_id, "stop", self.engine.version, earlier=others)

@@ -23,6 +23,7 @@ from swift_megatron_grpo.output.recording.reading import EarlierRollouts
 from swift_megatron_grpo.output.recording.rows import Limits
 from swift_megatron_grpo.packing.routing import ExpertLayers
 from swift_megatron_grpo.runtime.stopping.request import StopRequest
+from swift_megatron_grpo.settings.chord import Chord
 from swift_megatron_grpo.settings.config import (
     EvaluationConfig,
     GradingConfig,
@@ -152,6 +153,7 @@ def fake_run(
     dropped: int = 0,
     teacher: float | None = None,
     spare_groups: int | None = 0,
+    chord: Chord = Chord(),  # noqa: B008, frozen
 ) -> FakeRun:
     """Create a run of rollouts of 3 prompts with 2 completions; with a `dump`, it continues what is in the folder.
 
@@ -178,7 +180,7 @@ def fake_run(
         deadlines=SimpleNamespace(reward_timeout=None), sampling=SAMPLING, evaluation=EVALUATION,
         routing=routing or routing_of(), recording=Recording(rollout_dump=dump and str(dump), resume="auto"),
         teacher=SimpleNamespace(name=None if teacher is None else "teacher", tag_column=None), typed=(), vocabulary=99,
-        loss=loss, kl=kl or kl_of(), rollout_logprobs_interval=2,
+        loss=loss, kl=kl or kl_of(), rollout_logprobs_interval=2, chord=chord,
     )  # fmt: skip
 
     def length(completions: list[str], **columns: Any) -> list[float]:

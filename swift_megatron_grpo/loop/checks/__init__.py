@@ -2,5 +2,6 @@
 
 canary.py         the fixed text whose log-probs the verification of a sync compares
 logprob_check.py  compare the engine's log-probs of the first rollout with the trainer's
+sequences.py      refuse completions of several sequences where a setting needs one
 experts.py        refuse experts that no router can have chosen; how often the trainer's routers and the engine's agree
 """

@@ -15,7 +15,7 @@ import numpy as np
 
 from swift_megatron_grpo.output.disk.files import checksum
 from swift_megatron_grpo.packing.expert_rows import decode_rows, encode_rows
-from swift_megatron_grpo.types import ExpertRows, Graded, Prompt, Rollout
+from swift_megatron_grpo.types import ExpertRows, Graded, Prompt, Rollout, TokenSequence
 
 Rewards = list[float | None]  # one per reward function
 Digests = Callable[[Prompt], Sequence[str]]  # of the prompt's images; a line holds no bytes of them
@@ -23,6 +23,7 @@ Digests = Callable[[Prompt], Sequence[str]]  # of the prompt's images; a line ho
 _OF_ROLLOUT = (
     "prompt_ids", "completion_ids", "logprobs", "text", "finish_reason", "weights_version", "sampled", "infos",
 )  # fmt: skip
+_OF_SEQUENCE = ("prompt_ids", "completion_ids", "logprobs", "sampled")  # and the same of an earlier one
 _ROUNDING = 1e-3  # an engine may round a log-prob of 0 up
 _LARGEST_TOKEN = 2**31 - 1
 _END = re.compile(rb', "crc32": "([0-9a-f]{8})"\}\n\Z')
@@ -80,6 +81,8 @@ def to_lines(completions: Iterable[Graded], digests: Digests) -> Iterator[str]:
         }
         if rollout.routed_experts is not None:  # most models have no experts
             row["routed_experts"] = encode_rows(rollout.routed_experts)
+        if rollout.earlier:
+            row["earlier"] = [{name: getattr(sequence, name) for name in _OF_SEQUENCE} for sequence in rollout.earlier]
         yield sealed(row)
 
 
@@ -114,7 +117,10 @@ def from_line(line: bytes, prompt: Prompt, images: Sequence[str], limits: Limits
         _check_values(row, limits)
         _check_prompt(row, prompt, images)
         values = {name: row[name] for name in _OF_ROLLOUT}
-        rollout = Rollout(prompt, messages=row["conversation"], routed_experts=_experts(row), **values)
+        earlier = tuple(
+            TokenSequence(**{name: sequence[name] for name in _OF_SEQUENCE}) for sequence in row.get("earlier", [])
+        )
+        rollout = Rollout(prompt, messages=row["conversation"], routed_experts=_experts(row), earlier=earlier, **values)
         return rollout, row["rewards"]
     except KeyError as field:
         raise BadRow(f"the field {field} is missing") from None
@@ -164,6 +170,12 @@ def _check_values(row: Mapping[str, Any], limits: Limits) -> None:
     """Raise BadRow for the first value that no run could have written. KeyError: a field is missing."""
     last = limits.vocabulary - 1
     _check_tokens(row, last, f"but the model has the tokens 0 to {last}; use the --model of the dumped run")
+    _check_list(
+        "earlier", row.get("earlier", []), "sequences", lambda each: isinstance(each, dict), "which is not a sequence"
+    )
+    for sequence in row.get("earlier", []):
+        known = {name: sequence[name] for name in _OF_SEQUENCE} | {"conversation": row["conversation"]}
+        _check_tokens(known, last, f"but the model has the tokens 0 to {last}; use the --model of the dumped run")
     _check_list("rewards", row["rewards"], "numbers", _is_reward, "which is neither a number nor null")
     _check_length("rewards", row["rewards"], limits.reward_functions, "reward functions")
     for field, kind in (("prompt_id", str), ("text", str), ("finish_reason", str), ("infos", dict)):

@@ -27,9 +27,9 @@ class UnfinishedRollout:
     number: int
     settings: Mapping[str, float | str | None]  # that the resumed run must share, by flag
     graded: Sequence[Graded]
-    old_logprobs: Sequence[list[float] | None]  # by completion; None: the step computes them itself
+    old_logprobs: Sequence[list[float] | None]  # by sequence; None: the step computes them itself
     from_engine: bool  # True: older weights generated it, so the engine's log-probs are the old ones
-    teacher_ratios: Sequence[list[float] | None] = field(default_factory=list)  # by completion; empty: no teacher
+    teacher_ratios: Sequence[list[float] | None] = field(default_factory=list)  # by sequence; empty: no teacher
     teacher_logprobs: Sequence[list[float] | None] = field(default_factory=list)  # empty: no SDAR
 
 

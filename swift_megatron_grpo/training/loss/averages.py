@@ -12,8 +12,12 @@ Average = Callable[[torch.Tensor, Rows, MicroBatch, LossConfig], torch.Tensor]
 
 
 def over_sequences(per_token: torch.Tensor, rows: Rows, batch: MicroBatch, config: LossConfig) -> torch.Tensor:
-    """Compute 1/S sum_s 1/|s| sum_t x_t: every sequence has equal weight. GRPO, https://arxiv.org/abs/2402.03300."""
-    return rows.mean(per_token).sum() / max(batch.step.loss_sequences, 1)
+    """Compute 1/S sum_s 1/|s| sum_t x_t: every completion has equal weight. GRPO, https://arxiv.org/abs/2402.03300.
+
+    |s| are the tokens of a completion in all its sequences.
+    """
+    of_sequences = rows.lay(per_token).sum(1) / batch.completion_lengths.clamp(min=1)
+    return of_sequences.sum() / max(batch.step.loss_completions, 1)
 
 
 def over_tokens(per_token: torch.Tensor, rows: Rows, batch: MicroBatch, config: LossConfig) -> torch.Tensor:
@@ -22,13 +26,13 @@ def over_tokens(per_token: torch.Tensor, rows: Rows, batch: MicroBatch, config: 
 
 
 def over_sequence_sums(per_token: torch.Tensor, rows: Rows, batch: MicroBatch, config: LossConfig) -> torch.Tensor:
-    """Compute 1/S sum_s sum_t x_t: a sequence's weight is its length. LUSPO, https://arxiv.org/abs/2602.05261."""
-    return per_token.sum() / max(batch.step.loss_sequences, 1)
+    """Compute 1/S sum_s sum_t x_t: a completion's weight is its length. LUSPO, https://arxiv.org/abs/2602.05261."""
+    return per_token.sum() / max(batch.step.loss_completions, 1)
 
 
 def over_budget(per_token: torch.Tensor, rows: Rows, batch: MicroBatch, config: LossConfig) -> torch.Tensor:
     """Compute 1/(S L) sum_s sum_t x_t with L = --max_completion_length. Dr. GRPO, https://arxiv.org/abs/2503.20783."""
-    return per_token.sum() / (max(batch.step.loss_sequences, 1) * config.max_completion_length)
+    return per_token.sum() / (max(batch.step.loss_completions, 1) * config.max_completion_length)
 
 
 # ---- for metrics: over trained tokens only, with or without --overlong_filter

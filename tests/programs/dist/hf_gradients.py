@@ -1,6 +1,6 @@
 """Compute the loss and its gradient in fp64, as in the paper, with plain transformers and autograd. No megatron.
 
-python hf_gradients.py MODEL OUT.pt [one_prompt]
+python hf_gradients.py MODEL OUT.pt [one_prompt | sequences]
 python hf_gradients.py FOLDER types TYPE... : of FOLDER/TYPE to FOLDER/TYPE.pt
 """
 
@@ -9,12 +9,14 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from swift_megatron_grpo.cli.check_layouts.ranks import fixed_samples
+from tests.programs.dist.sequence_runs import samples_of_step
 from tests.support.plain_models import load_plain, logits_of
 
 EPSILON_LOW, EPSILON_HIGH, BETA, TEMPERATURE = 0.2, 0.28, 0.1, 0.9
@@ -34,7 +36,15 @@ def gradients(folder: str, prompts: str = "") -> dict[str, Any]:
     if "linear_num_key_heads" in config.get("text_config", config):
         use_exact_delta_rule(config["model_type"])
     model = load_plain(folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager")
-    samples = fixed_samples(model.config.get_text_config().vocab_size, 8, 1, True, prompts == "one_prompt")
+    vocabulary = model.config.get_text_config().vocab_size
+    if prompts == "sequences":
+        samples = samples_of_step(vocabulary, 1, whole=False)
+    else:
+        samples = fixed_samples(vocabulary, 8, 1, True, prompts == "one_prompt")
+    trained = Counter[int]()  # tokens, by completion
+    for number, sample in enumerate(samples):
+        sample.completion = number if sample.completion < 0 else sample.completion
+        trained[sample.completion] += sum(sample.completion_mask)
     total, logprobs = torch.zeros((), dtype=torch.float64), []
     for sample in samples:
         tokens = torch.tensor([sample.tokens])
@@ -47,7 +57,7 @@ def gradients(folder: str, prompts: str = "") -> dict[str, Any]:
         gap = torch.tensor(sample.ref_logprobs, dtype=torch.float64) - now
         kl = gap.exp() - gap - 1
         surrogate = torch.min(ratio * sample.advantage, clipped * sample.advantage)
-        total = total - (surrogate - BETA * kl).mean() / len(samples)
+        total = total - (surrogate - BETA * kl).sum() / trained[sample.completion] / len(trained)
     total.backward()
     grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     return {"loss": total.item(), "grads": grads, "logprobs": logprobs}

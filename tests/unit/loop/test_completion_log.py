@@ -11,7 +11,7 @@ import pytest
 from swift_megatron_grpo.loop.completion_log import CompletionLog
 from swift_megatron_grpo.output.disk.full_disk import NoSpace
 from swift_megatron_grpo.settings.recording import CompletionLogging
-from swift_megatron_grpo.types import Graded, Prompt, Rollout
+from swift_megatron_grpo.types import Graded, Prompt, Rollout, TokenSequence
 from tests.unit.output.disk.small_files import file_size_limit
 
 
@@ -47,6 +47,20 @@ def test_a_conversation_is_logged_with_all_turns(tmp_path: Path) -> None:
     turns = Rollout(Prompt("0-0", {"messages": []}), [1], [2, 3, 4], None, "last turn", "stop", 5, messages=[])
     completion_log(tmp_path).append([Graded(turns, [0.5], 0.5, 0.1)])
     assert json.loads((tmp_path / "completions.jsonl").read_text())["completion"] == "[2, 3, 4]"
+
+
+def test_sequences_are_logged_from_where_they_leave_another(tmp_path: Path) -> None:
+    earlier = (TokenSequence([1], [2, 3], None), TokenSequence([1, 7], [8], None))
+    tree = Rollout(
+        Prompt("0-0", {"messages": []}), [1, 2, 6], [5], None, "last", "stop", 5, messages=[], earlier=earlier
+    )
+    completion_log(tmp_path).append([Graded(tree, [0.5], 0.5, 0.1)])
+    row = json.loads((tmp_path / "completions.jsonl").read_text())
+    assert row["prompt"] == "[1]" and row["tokens"] == 4
+    assert row["completion"] == (
+        "[2, 3]\n--- sequence 2 of 3, after 1 tokens of sequence 1 ---\n[7, 8]"
+        "\n--- sequence 3 of 3, after 2 tokens of sequence 1 ---\n[6, 5]"
+    )
 
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from swift_megatron_grpo.data.prompts import PromptSource
+from swift_megatron_grpo.loop.checks.sequences import SeveralSequences
 from swift_megatron_grpo.loop.step import GRPOLoop
 from swift_megatron_grpo.output.recording.rows import Limits, no_images
 from swift_megatron_grpo.output.recording.unfinished import UnfinishedRollout, read_unfinished, shared_settings
+from swift_megatron_grpo.settings.chord import Chord
 from swift_megatron_grpo.settings.distillation import Rlsd, Sdar
 from swift_megatron_grpo.settings.losses import Correction, LossConfig
 from swift_megatron_grpo.types import Prompt, Sample
@@ -168,9 +171,44 @@ def test_completions_that_are_left_out_have_no_kl() -> None:
     assert metrics["kl"] == metrics["kl_per_token"] == pytest.approx(BEFORE + 3.0)
 
 
+def test_a_batch_has_all_sequences_of_its_completions() -> None:
+    run = fake_run(steps_per_generation=3)  # a group of two completions in each step
+    run.engine.earlier = 2
+    metrics = train(run, 3)
+    assert metrics[0]["num_sequences"] == 2 and metrics[0]["completions/mean_length"] == 2  # 3 and 1
+    for number, batch in enumerate(run.policy.trained):
+        assert [sample.completion - 2 * number for sample in batch] == [0, 0, 0, 1]
+        assert len({sample.advantage for sample in batch[:3]}) == 1 and {sample.group for sample in batch} == {number}
+        assert [sample.tokens[:2] for sample in batch[:2]] == [[1, 9]] * 2
+
+
+def test_the_kl_in_the_reward_is_that_of_all_sequences() -> None:
+    run = fake_run(loss=replace(LOSS, beta=0.1), kl=kl_of(in_reward=True))
+    run.engine.earlier = 2
+    train(run, 1)
+    gains = [graded.rewards[0] - graded.reward for graded in run.logged]  # type: ignore[operator]
+    assert gains == pytest.approx([0.3 * (BEFORE + 3.0), 0.1 * (BEFORE + 3.0)] * 3)
+
+
+@pytest.mark.parametrize(
+    ("setting", "advice"),
+    [
+        ({"loss": replace(LOSS, loss_type="vespo")}, "--loss_type vespo .* use another --loss_type"),
+        ({"loss": replace(LOSS, loss_type="real")}, "--loss_type real .* use another --loss_type"),
+        ({"routing": routing_of("R3")}, "--router_replay_mode R3 .* use R2 or disabled"),
+        ({"chord": Chord(chord_sft_dataset=["answers.jsonl"])}, "--chord_sft_dataset .* remove it"),
+    ],
+)
+def test_settings_for_one_sequence_refuse_several(setting: dict[str, Any], advice: str) -> None:
+    run = fake_run(**setting)
+    run.engine.earlier = 1
+    with pytest.raises(SeveralSequences, match=f"6 completions have 9 training sequences, .* {advice}"):
+        train(run, 1)
+
+
 def test_an_adaptive_beta_follows_the_kl_of_each_step() -> None:
     run = fake_run(loss=replace(LOSS, beta=0.1), kl=kl_of(target=0.05, horizon=60))
-    run.policy.kl = 0.1
+    run.policy.kl, run.engine.earlier = 0.1, 1
     metrics = train(run, 3)  # the KL of 0.1 is above the target: the error is clipped to 0.2, for 6 of 60 completions
     assert [step["kl_beta"] for step in metrics] == pytest.approx([0.1, 0.1 * 1.02, 0.1 * 1.02**2])
 
@@ -220,13 +258,14 @@ def saved(loop: GRPOLoop, run: FakeRun, folder: Path, rollouts_done: int = 0) ->
 
 
 @pytest.mark.parametrize(
-    ("iterations", "teacher", "loss"),
-    [(1, None, LOSS), (2, None, LOSS), (1, -2.5, LOSS), (2, -2.5, LOSS), (2, -2.5, SDAR)],
+    ("iterations", "teacher", "loss", "earlier"),
+    [(1, None, LOSS, 0), (2, None, LOSS, 1), (1, -2.5, LOSS, 2), (2, -2.5, LOSS, 0), (2, -2.5, SDAR, 1)],
 )
 def test_a_run_that_resumes_between_two_steps_of_a_rollout_trains_the_same(
-    tmp_path: Path, iterations: int, teacher: float | None, loss: LossConfig
+    tmp_path: Path, iterations: int, teacher: float | None, loss: LossConfig, earlier: int
 ) -> None:
     whole = fake_run(steps_per_generation=2, num_iterations=iterations, teacher=teacher, loss=loss)
+    whole.engine.earlier = earlier
     loop = loop_of(whole)
     loop.train_step()
     unfinished = saved(loop, whole, tmp_path)
@@ -234,6 +273,7 @@ def test_a_run_that_resumes_between_two_steps_of_a_rollout_trains_the_same(
         loop.train_step()
 
     resumed = fake_run(steps_per_generation=2, num_iterations=iterations, teacher=teacher, loss=loss)
+    resumed.engine.earlier = earlier
     again = loop_of(resumed, steps_done=1, unfinished=unfinished)
     resumed.policy.parameter += STEP
     for _ in range(2 * iterations):

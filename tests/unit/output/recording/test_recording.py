@@ -24,7 +24,7 @@ from swift_megatron_grpo.output.recording.folder import (
 )
 from swift_megatron_grpo.output.recording.reading import EarlierRollouts, RolloutReplay
 from swift_megatron_grpo.output.recording.rows import BadRow, Limits, sealed
-from swift_megatron_grpo.types import Graded, Prompt, Rollout
+from swift_megatron_grpo.types import Graded, Prompt, Rollout, TokenSequence
 from tests.unit.output.disk.small_files import file_size_limit
 
 SETTINGS = Settings(num_generations=2, generation_batch_size=4, temperature=0.7, reward_funcs=("Letters", "Length"))
@@ -63,6 +63,46 @@ def test_rollouts_are_read_back_bit_for_bit(folder: Path) -> None:
         rollouts, rewards = RolloutReplay(folder, LIMITS).take(1, draw, PROMPTS, 2)
         assert rollouts == [graded.rollout for graded in completions(seed)]
         assert rewards == [graded.rewards for graded in completions(seed)]
+
+
+def several_sequences() -> list[Graded]:
+    earlier = (TokenSequence([1, 2], [3, 4], [-1.0], [True, False]), TokenSequence([9], [8], None))
+    return [
+        replace(graded, rollout=replace(graded.rollout, messages=[{"role": "user"}], earlier=earlier))
+        for graded in completions()
+    ]
+
+
+def test_earlier_sequences_are_read_back_bit_for_bit(folder: Path) -> None:
+    RolloutDump(folder, SETTINGS, first=0, writes_here=True).write(0, 0, several_sequences())
+    rollouts, _ = RolloutReplay(folder, LIMITS).take(0, 0, PROMPTS, 2)
+    assert rollouts == [graded.rollout for graded in several_sequences()]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("completion_ids", [3, 300], r"completion_ids\[1\] is 300, but the model has the tokens 0 to 299"),
+        ("logprobs", [-1.0, -2.0], "logprobs has 2 values for 1 sampled tokens"),
+        ("sampled", [True], "sampled has 1 values for 2 tokens"),
+        ("prompt_ids", [], "prompt_ids is .*, which has no token"),
+        (None, "no sequence", r"earlier\[0\] is 'no sequence', which is not a sequence"),
+    ],
+)
+def test_an_earlier_sequence_that_no_run_writes_is_refused(
+    folder: Path, field: str | None, value: object, problem: str
+) -> None:
+    RolloutDump(folder, SETTINGS, first=0, writes_here=True).write(0, 0, several_sequences())
+    path = folder / "rollout-000000.jsonl"
+    row, *others = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    if field is None:
+        row["earlier"][0] = value
+    else:
+        row["earlier"][0][field] = value
+    path.write_text("".join(json.dumps(each) + "\n" for each in (row, *others)))
+    seal_again(path)
+    with pytest.raises(BadRow, match=problem):
+        RolloutReplay(folder, LIMITS).take(0, 0, PROMPTS, 2)
 
 
 def test_rewards_of_nan_and_infinity_are_read_back(folder: Path) -> None:

@@ -56,19 +56,26 @@ def total(step: Step, now: list[Value], config: LossConfig) -> Value:
 
 def average(step: Step, of_tokens: dict[int, list[Value]], config: LossConfig) -> Value:
     in_loss = [sum(s.completion_mask) + s.left_out for s in step.samples]
-    sequences, tokens = sum(n > 0 for n in in_loss), sum(in_loss)
+    completions, tokens = len({owner(step, i) for i, n in enumerate(in_loss) if n > 0}), sum(in_loss)
     total = number(0.0)
-    for rows in of_tokens.values():
+    for i, rows in of_tokens.items():
+        in_all_sequences = sum(len(others) for j, others in of_tokens.items() if owner(step, j) == owner(step, i))
         for value in rows:
             if config.name in ("grpo", "sapo"):
-                total = total + value / len(rows) / sequences
+                total = total + value / in_all_sequences / completions
             elif config.name == "dr_grpo":
-                total = total + value / (sequences * (config.max_completion_length or 0))
+                total = total + value / (completions * (config.max_completion_length or 0))
             elif config.name == "luspo":
-                total = total + value / sequences
+                total = total + value / completions
             else:
                 total = total + value / tokens
     return total
+
+
+def owner(step: Step, i: int) -> tuple[str, int]:
+    """Return the completion of a sequence."""
+    number = step.samples[i].completion
+    return ("alone", i) if number < 0 else ("completion", number)
 
 
 def log_ratios(step: Step, i: int, now: Value) -> list[Value]:

@@ -120,6 +120,40 @@ def test_completions_that_overlong_filter_removes_count_only_in_divisors(name: s
     check(step, replace(PLAIN, loss_type=name))
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("real", "vespo")])
+def test_sequences_of_one_completion_are_averaged_together(name: str, variant: str) -> None:
+    step = make_step([5, 1, 9, 0, 2, 7, 4, 6])
+    for sample, completion in zip(step.samples, [3, 3, -1, 0, 0, 0, -1, 9], strict=True):
+        sample.completion = completion
+    step.samples[3].old_logprobs = step.samples[3].ref_logprobs = step.samples[3].rollout_logprobs = []
+    check(step, replace(VARIANTS[variant], loss_type=name))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("fipo", "real", "vespo")])
+def test_a_completion_cut_into_sequences_has_the_same_loss_and_gradient(name: str) -> None:
+    whole = make_step([9, 4, 6, 5])
+    numbered, logprobs, entropies = list[Sample](), list[list[float]](), list[list[float]]()
+    for number, sample in enumerate(whole.samples):
+        for part in (slice(0, 3), slice(3, None)):
+            old, ref, rollout = sample.old_logprobs, sample.ref_logprobs, sample.rollout_logprobs
+            assert old is not None and ref is not None and rollout is not None
+            logprobs.append(whole.logprobs[number][part])
+            entropies.append(whole.entropies[number][part])
+            trained = len(logprobs[-1])
+            numbered.append(
+                replace(sample, completion=number, tokens=[1] * (2 + trained), old_logprobs=old[part],
+                        completion_mask=[False] * 2 + [True] * trained, ref_logprobs=ref[part],
+                        rollout_logprobs=rollout[part])
+            )  # fmt: skip
+    config = replace(PLAIN, loss_type=name)
+    cut, once = run(Step(numbered, logprobs, entropies), config), run(whole, config)
+    assert cut.loss == pytest.approx(once.loss, rel=1e-5)
+    for number in range(len(whole.samples)):
+        joined = cut.gradients[2 * number] + cut.gradients[2 * number + 1]
+        assert joined == pytest.approx(once.gradients[number], rel=1e-4, abs=1e-7)
+
+
 def test_delta_and_dual_clip_are_the_same_bound_where_both_apply() -> None:
     step = make_step([8, 8, 8, 8], drift=1.0)
     two_sided, dual = run(step, VARIANTS["delta"]), run(step, replace(PLAIN, dual_clip=1.5))
