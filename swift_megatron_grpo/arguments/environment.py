@@ -221,9 +221,9 @@ def _check_turns(args: DerivedArguments) -> None:
     if args.uses_servers:  # a server has its own schedulers and environments, and reports them later
         turns.check_max_turns(args.max_turns)
         return
-    with_own_run = [name for name, scheduler in multi_turns.items() if scheduler.run is not MultiTurnScheduler.run]
+    batches = [name for name, each in multi_turns.items() if each.async_infer is not MultiTurnScheduler.async_infer]
     turns.check_multi_turn(
-        args.multi_turn_scheduler, args.max_turns, args.use_gym_env, args.gym_env, multi_turns, envs, with_own_run
+        args.multi_turn_scheduler, args.max_turns, args.use_gym_env, args.gym_env, multi_turns, envs, batches
     )
 
 

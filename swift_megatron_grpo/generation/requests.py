@@ -12,7 +12,7 @@ from swift_megatron_grpo.data.recordings import sent_recordings
 from swift_megatron_grpo.generation.interface import Request
 from swift_megatron_grpo.generation.protocol.messages import Completion, as_json
 from swift_megatron_grpo.settings.config import SamplingConfig
-from swift_megatron_grpo.types import Prompt, Rollout
+from swift_megatron_grpo.types import Prompt, Rollout, TokenSequence
 
 
 def request_config(sampling: SamplingConfig, seed: int | None = None) -> RequestConfig:
@@ -57,5 +57,10 @@ def conversation_payload(request: Request) -> dict[str, Any]:
 
 def to_rollout(request: Request, completion: Completion, weights_version: int) -> Rollout:
     values = {field.name: getattr(completion, field.name) for field in fields(completion)}
+    earlier = tuple(
+        TokenSequence(**{field.name: getattr(sequence, field.name) for field in fields(sequence)})
+        for sequence in completion.earlier
+    )
     rows = completion.routed_experts if request.returns_experts else None
-    return Rollout(request.prompt, **values | {"weights_version": weights_version, "routed_experts": rows})
+    of_run = {"weights_version": weights_version, "routed_experts": rows, "earlier": earlier}
+    return Rollout(request.prompt, **values | of_run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -88,6 +89,35 @@ def test_the_template_trains_on_conversations(tmp_path: Path, dense: Path) -> No
         assert row["rewards"] == [3, row["infos"]["total_reward"]]
 
     check_with_transformers(first, dense, dumped)
+
+
+def test_every_round_of_thinking_tips_is_trained_in_its_own_context(folder: Path, dense: Path) -> None:
+    """The template drops the empty thoughts of earlier rounds, so a second round is a second sequence."""
+    dataset, dumped = folder / "solved.jsonl", folder / "rounds"
+    rows = [{"messages": [{"role": "user", "content": f"{i}+{i}?"}], "solution": f"${2 * i}$", "letters": "abc",
+             "chat_template_kwargs": {"enable_thinking": i % 2 == 0}} for i in range(4)]  # fmt: skip
+    dataset.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--torch_dtype", "float32", "--fp16", "false", "--multi_turn_scheduler", "thinking_tips_scheduler",
+             "--stop_words", *"abcdefghijklmn", "--micro_batch_size", "1", "--train_iters", "2", "--clip_grad", "100",
+             "--save_steps", "100", "--external_plugins", str(REWARDS)]  # fmt: skip
+    run = megatron_rlhf(dense, dataset, folder / "rounds-run", 2, [*flags, "--rollout_dump", str(dumped)])
+    assert run.code == 0, run.output[-4000:]
+    rollout = dumped / "rollout-000000.jsonl"
+    dump = read_json_lines(rollout)
+    of_two = [row for row in dump if row["infos"]["num_turns"] == 2]
+    assert of_two and any(len(row["earlier"]) == 1 for row in of_two) and len(dump) == 8
+    assert run.log[0]["num_sequences"] == pytest.approx(1 + sum(len(row.get("earlier", [])) for row in dump) / 8)
+    assert run.log[0]["rollout/k3_kl"] < 1e-9
+    check_with_transformers(run.log[0], dense, rollout)
+    thoughts = {row["prompt_id"]: "think" in json.dumps(row["conversation"][-1]) for row in dump}
+    assert {*thoughts.values()} == {True, False}  # chat_template_kwargs of the rows
+
+    again = megatron_rlhf(dense, dataset, folder / "rounds-again", 2, [*flags, "--rollout_replay", str(dumped)])
+    assert again.code == 0, again.output[-4000:]
+    names = ("loss", "grad_norm", "reward", "num_sequences")
+    assert [[step[name] for name in names] for step in again.log] == [
+        [step[name] for name in names] for step in run.log
+    ]
 
 
 def test_a_scheduler_that_fails_ends_the_run_on_all_ranks_of_the_engine(

@@ -11,7 +11,7 @@ def check_multi_turn(
     gym_env: str | None,
     schedulers: Iterable[str],
     environments: Iterable[str],
-    with_own_run: Iterable[str] = (),
+    of_groups: Iterable[str] = (),
 ) -> None:
     """Raise ValueError if the multi-turn flags are inconsistent or name something unregistered."""
     if scheduler is None:
@@ -23,10 +23,10 @@ def check_multi_turn(
     check_registered("multi_turn_scheduler", [scheduler], schedulers, "swift.rollout.multi_turn.multi_turns")
     if gym_env is not None:
         check_registered("gym_env", [gym_env], environments, "swift.rollout.gym_env.envs")
-    if scheduler in with_own_run:
+    if scheduler in of_groups:
         raise ValueError(
-            f"--multi_turn_scheduler {scheduler} runs the conversation in its own run(), which ms-swift calls only "
-            "behind `swift rollout`; use a scheduler with step() and on_turn_end()"
+            f"--multi_turn_scheduler {scheduler} answers whole batches in its own async_infer(), and here every "
+            "request is one conversation; use a scheduler with run(), or with step() and on_turn_end()"
         )
     check_max_turns(max_turns)
 

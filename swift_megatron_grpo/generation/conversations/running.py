@@ -24,8 +24,16 @@ from swift.rollout.multi_turn import GYMScheduler
 from swift.template import MaxLengthError
 
 from swift_megatron_grpo.generation.conversations.blocking import run_blocking_tools_in_threads
-from swift_megatron_grpo.generation.conversations.turns import Message, Turn, join, sampled_any, tokens_left, turn_seed
-from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS, Completion, InvalidRequest
+from swift_megatron_grpo.generation.conversations.turns import (
+    Message,
+    Turn,
+    branches,
+    join,
+    sampled_any,
+    tokens_left,
+    turn_seed,
+)
+from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS, Completion, InvalidRequest, SentSequence
 
 
 class NoRoom(Exception):
@@ -108,13 +116,13 @@ class Conversations:
         turns = TurnRecorder(sampling, tokens_of_all_turns)
         current.set(turns)  # for this task, and for tasks that the scheduler creates in it
         try:
-            output = _single_output(await self._scheduler.run(request, sampling), turns.recorded)
+            outputs = _checked(await self._scheduler.run(request, sampling), turns.recorded)
         finally:
             del self._running[uuid]
             closing = asyncio.create_task(close_environment(self._scheduler, uuid))  # may be slow
             self.closing.add(closing)
             closing.add_done_callback(self.closing.discard)
-        return finish(output, turns.recorded, self._scheduler.tokenizer.decode)
+        return finish(outputs, turns.recorded, self._scheduler.tokenizer.decode)
 
 
 def _add_answer_prefix_to_steps(scheduler: MultiTurnScheduler) -> None:
@@ -148,18 +156,13 @@ def _add_answer_prefix_to_steps(scheduler: MultiTurnScheduler) -> None:
     scheduler.append_assistant_completion, scheduler.step = append_assistant_completion, step_with_prefix
 
 
-def _single_output(returned: RolloutOutput | list[RolloutOutput], turns: list[Turn]) -> RolloutOutput:
+def _checked(returned: RolloutOutput | list[RolloutOutput], turns: list[Turn]) -> list[RolloutOutput]:
     """Validate the result of a scheduler's run(), which a scheduler may override."""
     outputs = returned if isinstance(returned, list) else [returned]
-    if len(outputs) != 1:
-        raise ValueError(
-            f"the scheduler's run() returned {len(outputs)} outputs for one request; a conversation is one sample "
-            "here, with all its messages"
-        )
-    if outputs[0].messages is None or not turns:
+    if not outputs or outputs[-1].messages is None or not turns:
         missing = "messages" if turns else "turns, because it never called infer_engine.infer_async"
-        raise ValueError(f"the scheduler's run() returned an output without {missing}")
-    return outputs[0]
+        raise ValueError(f"the scheduler's run() returned {len(outputs)} outputs without {missing}")
+    return outputs
 
 
 # ---- what schedulers take and return
@@ -171,31 +174,40 @@ def to_turn(response: ChatCompletionResponse) -> Turn:
     return Turn(list(response.prompt_token_ids), list(choice.token_ids), logprobs, choice.routed_experts)
 
 
-def finish(output: RolloutOutput, turns: Sequence[Turn], decode: Callable[[list[int]], str]) -> Completion:
-    """Combine a scheduler's output with the recorded turns; the completion starts at the first trained token."""
+def finish(outputs: Sequence[RolloutOutput], turns: Sequence[Turn], decode: Callable[[list[int]], str]) -> Completion:
+    """Combine a scheduler's outputs with the recorded turns; a sequence is trained from its first sampled token on.
+
+    Several outputs are of turns in contexts of their own, each of which is trained: every turn is. One output is the
+    whole conversation, which leaves out what the scheduler has rewritten.
+    """
+    output = outputs[-1]
     choice = output.response.choices[0]
     masked = [
         Message(list(ids), [bool(value) for value in mask])
-        for ids, mask in zip(output.response_token_ids, output.response_loss_mask, strict=False)
+        for each in outputs
+        for ids, mask in zip(each.response_token_ids, each.response_loss_mask, strict=False)
     ]
     messages = output.messages or []
     if isinstance(choice, _Unanswered):  # drop the empty response, and the user's message that it should have answered
         ends = [end for end, message in enumerate(messages, 1) if message["role"] == "assistant" and message["content"]]
         messages = messages[: ends[-1]] if ends else messages
     messages = [{**message, "content": _as_text(message["content"], decode)} for message in messages]
-    conversation = join(turns, masked)
-    lost = {"lost_turns": conversation.lost_turns} if conversation.lost_turns else {}
+    *earlier, last = branches(turns, masked) if len(outputs) > 1 else [join(turns, masked)]
+    lost = {"lost_turns": last.lost_turns} if last.lost_turns else {}
     return Completion(
-        prompt_ids=conversation.prompt_ids,
-        completion_ids=conversation.completion_ids,
-        logprobs=conversation.logprobs,
+        prompt_ids=last.prompt_ids,
+        completion_ids=last.completion_ids,
+        logprobs=last.logprobs,
         text=messages[-1]["content"],
         finish_reason="length" if choice.finish_reason == "length" else "stop",  # schedulers may report others
         weights_version=NO_WEIGHTS,  # set by the engine
-        sampled=conversation.sampled,
+        sampled=last.sampled,
         messages=messages,
         infos={**output.rollout_infos, "num_turns": len(turns), **lost},
-        routed_experts=conversation.routed_experts,
+        routed_experts=last.routed_experts,
+        earlier=tuple(
+            SentSequence(each.prompt_ids, each.completion_ids, each.logprobs, each.sampled) for each in earlier
+        ),
     )
 
 

@@ -22,6 +22,14 @@ class Turn:
     logprobs: list[float] | None  # of completion_ids
     routed_experts: ExpertRows | None = None  # of the prompt and all but the last sampled token, if they are reported
 
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt_ids + self.completion_ids
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + len(self.completion_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class Message:
@@ -85,6 +93,23 @@ def join(turns: Sequence[Turn], messages: Sequence[Message] = ()) -> Conversatio
         lost_turns=lost,
         routed_experts=turns[-1].routed_experts,
     )
+
+
+def branches(turns: Sequence[Turn], messages: Sequence[Message] = ()) -> list[Conversation]:
+    """Return turns as sequences in which every sampled token stands once, in the context that it was sampled in.
+
+    A turn whose prompt begins with all tokens of a sequence continues it, the longest one if there are several. Any
+    other turn begins a sequence. The last turn belongs to the last sequence.
+    """
+    chains: list[list[Turn]] = []
+    for turn in turns:
+        begun = [chain for chain in chains if turn.prompt_ids[: chain[-1].length] == chain[-1].tokens]
+        if begun:
+            chains.remove(chain := max(begun, key=lambda chain: chain[-1].length))
+            chains.append([*chain, turn])
+        else:
+            chains.append([turn])
+    return [join(chain, messages) for chain in chains]
 
 
 def _masked_positions(tokens: Sequence[int], turns: Sequence[Turn], messages: Sequence[Message]) -> list[int]:

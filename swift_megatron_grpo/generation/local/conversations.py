@@ -71,6 +71,11 @@ class MultiTurnVllm(LocalVllm):
         self._changed = asyncio.Event()  # a conversation has asked for a turn, or ended
         self._others_wait = False  # for new turns
 
+    @property
+    def template(self) -> Template:
+        """The template of all turns, which schedulers with their own `run` read."""
+        return self._engine.template
+
     def _complete(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Rollout]:
         self._turns = RunningTurns(self._engine)
         if not self.share.reports:

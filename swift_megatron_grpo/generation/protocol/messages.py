@@ -23,7 +23,7 @@ from swift_megatron_grpo.packing.expert_rows import decode_rows, encode_rows
 from swift_megatron_grpo.types import ExpertRows
 
 T = TypeVar("T")
-PROTOCOL = 16  # increased by every change that is not compatible
+PROTOCOL = 17  # increased by every change that is not compatible
 NO_WEIGHTS = -1  # version of a server that has the checkpoint's weights, or newer ones only in part
 RUN_HEADER = "X-GRPO-Run"  # the name of the run that sends a request; the status shows it
 RUN_SECRET_HEADER = "X-GRPO-Run-Secret"  # proves that the request is from that run; no server reports it
@@ -125,6 +125,16 @@ Experts = Annotated[ExpertRows | None, PlainValidator(decode_rows), PlainSeriali
 
 
 @dataclass(frozen=True, slots=True)
+class SentSequence:
+    """An earlier sequence of a conversation. The fields are those of Completion."""
+
+    prompt_ids: Tokens
+    completion_ids: Tokens
+    logprobs: Logprobs | None
+    sampled: Mask
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     prompt_ids: Tokens
     completion_ids: Tokens
@@ -136,6 +146,7 @@ class Completion:
     sampled: Mask | None = None  # True for those of completion_ids that the policy sampled
     messages: Messages = None
     infos: Infos = field(default_factory=dict)  # rollout_infos of scheduler and environment
+    earlier: tuple[SentSequence, ...] = ()  # sequences before the last one, whose tokens are those above
     # of the prompt and all but the last token, [t - 1, layers, k], if the request asked for them
     routed_experts: Experts = field(default=None, compare=False)
 

@@ -10,7 +10,6 @@ from swift_megatron_grpo.settings.servers import RemoteTurnsConfig
 from swift_megatron_grpo.weights.load.quantization import mismatch
 
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
-_SEVERAL_SAMPLES = ("thinking_tips_scheduler",)  # schedulers that return several samples per request
 # Parts of a model, the kinds of media that they embed, and the limits with which vLLM leaves them out.
 _PARTS = (
     ("image and video part", {"image", "video"}, """{"image": 0, "video": 0}"""),
@@ -146,11 +145,6 @@ def conflicts_with_run(server: ConversationSettings | None, run: RemoteTurnsConf
             f"it runs multi-turn conversations ({_as_flags(server)}), but this run requests single-turn completions; "
             f"add --multi_turn_scheduler {server.scheduler} here (or --vllm_server_pass_dataset true, as scripts for "
             "ms-swift's trainer do), or start it without"
-        ]
-    if server.scheduler in _SEVERAL_SAMPLES:
-        return [
-            f"its --multi_turn_scheduler {server.scheduler} returns several samples of one request, but here a "
-            "conversation is one sample; start it with another scheduler"
         ]
     values = {
         "multi_turn_scheduler": (server.scheduler, run.scheduler),

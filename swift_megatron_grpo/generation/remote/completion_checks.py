@@ -3,7 +3,7 @@
 import math
 
 from swift_megatron_grpo.data.images import is_portable
-from swift_megatron_grpo.generation.protocol.messages import Completion
+from swift_megatron_grpo.generation.protocol.messages import Completion, SentSequence
 from swift_megatron_grpo.settings.config import SamplingConfig, ServerConfig
 
 _ROUNDING = 1e-3  # a log-prob of 0 may be rounded up
@@ -14,19 +14,36 @@ def problem_of(
     completion: Completion, weights_version: int, max_model_len: int, sampling: SamplingConfig, run: ServerConfig
 ) -> str | None:
     """Return what is wrong with a completion, None if it can be trained. `max_model_len`: of its server."""
-    prompt, tokens, logprobs = completion.prompt_ids, completion.completion_ids, completion.logprobs
-    sampled = len(tokens) if completion.sampled is None else sum(completion.sampled)
-    rows, layers = completion.routed_experts, run.model.get("num_hidden_layers")
-    vocabulary = run.model.get("vocab_size")
-    problems = {
+    of_all = {
         f"its weights have version {completion.weights_version}, not {weights_version}": (
             completion.weights_version != weights_version
         ),
+        f"its finish_reason is {completion.finish_reason[:40]!r}": completion.finish_reason not in _FINISH_REASONS,
+    }
+    sequences: list[Completion | SentSequence] = [completion, *completion.earlier]
+    of_tokens = [_problems_of_tokens(sequence, sampling, run.model.get("vocab_size")) for sequence in sequences]
+    if run.turns is None:
+        of_kind = _problems_of_one_turn(completion, sampling.max_completion_length, max_model_len)
+    else:
+        of_kind = _problems_of_turns(completion, takes_images=run.images > 0)
+    of_experts = _problems_of_experts(completion, run.model.get("num_hidden_layers"))
+    problems = [item for each in (of_all, *of_tokens, of_experts, of_kind) for item in each.items()]
+    return next((problem for problem, is_present in problems if is_present), None)
+
+
+def _problems_of_tokens(
+    sequence: Completion | SentSequence, sampling: SamplingConfig, vocabulary: int | None
+) -> dict[str, bool]:
+    prompt, tokens, logprobs = sequence.prompt_ids, sequence.completion_ids, sequence.logprobs
+    sampled = len(tokens) if sequence.sampled is None else sum(sequence.sampled)
+    return {
         "it has no prompt": not prompt,
         f"a token is not in the vocabulary of {vocabulary}": (
             min(prompt + tokens, default=0) < 0 or max(prompt + tokens, default=0) >= (vocabulary or math.inf)
         ),
-        f"its finish_reason is {completion.finish_reason[:40]!r}": completion.finish_reason not in _FINISH_REASONS,
+        f"its mask has {len(sequence.sampled or ())} values for {len(tokens)} tokens": (
+            sequence.sampled is not None and len(sequence.sampled) != len(tokens)
+        ),
         "it has no log-probs": logprobs is None and sampled > 0 and sampling.logprobs,
         "it has log-probs, which were not requested": logprobs is not None and not sampling.logprobs,
         f"it has {len(logprobs or ())} log-probs for {sampled} sampled tokens": (
@@ -36,18 +53,17 @@ def problem_of(
             math.isfinite(value) and value <= _ROUNDING for value in logprobs or ()
         ),
     }
-    if rows is not None:  # whether they can be chosen depends on the model (loop/checks/experts.py)
-        problems |= {
-            f"it has {len(rows)} rows of experts for {len(prompt) + len(tokens)} tokens": (
-                len(rows) != len(prompt) + len(tokens) - 1
-            ),
-            f"its experts are of {rows.shape[1]} layers, not {layers}": layers not in (None, rows.shape[1]),
-        }
-    if run.turns is None:
-        problems |= _problems_of_one_turn(completion, sampling.max_completion_length, max_model_len)
-    else:
-        problems |= _problems_of_turns(completion, takes_images=run.images > 0)
-    return next((problem for problem, is_present in problems.items() if is_present), None)
+
+
+def _problems_of_experts(completion: Completion, layers: int | None) -> dict[str, bool]:
+    """Check the shape. Whether the experts can be chosen depends on the model (loop/checks/experts.py)."""
+    rows, tokens = completion.routed_experts, len(completion.prompt_ids) + len(completion.completion_ids)
+    if rows is None:
+        return {}
+    return {
+        f"it has {len(rows)} rows of experts for {tokens} tokens": len(rows) != tokens - 1,
+        f"its experts are of {rows.shape[1]} layers, not {layers}": layers not in (None, rows.shape[1]),
+    }
 
 
 def _problems_of_one_turn(completion: Completion, most_tokens: int, max_model_len: int) -> dict[str, bool]:
@@ -59,7 +75,9 @@ def _problems_of_one_turn(completion: Completion, most_tokens: int, max_model_le
             prompt + tokens > max_model_len
         ),
         "it has the fields of a conversation, which was not requested": (
-            completion.sampled is not None or completion.messages is not None or bool(completion.infos)
+            completion.sampled is not None
+            or completion.messages is not None
+            or bool(completion.infos or completion.earlier)
         ),
     }
 
@@ -70,12 +88,12 @@ def _problems_of_turns(completion: Completion, takes_images: bool) -> dict[str, 
     turns, images = infos.get("num_turns"), infos.get("images", [])
     return {
         "it has no mask of sampled tokens": sampled is None,
-        f"its mask has {len(sampled or ())} values for {len(completion.completion_ids)} tokens": (
-            sampled is not None and len(sampled) != len(completion.completion_ids)
-        ),
         "its messages are not those of a conversation": not messages
         or not all(isinstance(message.get("role"), str) and "content" in message for message in messages),
         "its infos have no num_turns": type(turns) is not int or turns < 1,
+        f"it has {1 + len(completion.earlier)} sequences of {turns} turns": (
+            type(turns) is int and 1 + len(completion.earlier) > turns
+        ),
         "its infos have a total_reward that is not a number": not isinstance(
             infos.get("total_reward", 0.0), int | float | None
         ),

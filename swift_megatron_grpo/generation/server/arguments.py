@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from swift.arguments import RolloutArguments
-from swift.rollout import envs, multi_turns
+from swift.rollout import MultiTurnScheduler, envs, multi_turns
 
 from swift_megatron_grpo.generation.conversations.checks import check_multi_turn
 from swift_megatron_grpo.generation.protocol.api_key import hide_in_process_list, read_api_key
@@ -109,7 +109,10 @@ class GRPORolloutArguments(RolloutArguments):
         check_quantization(self.rollout_quantization, self.vllm_enable_lora, dtype, device)
         settings = parse_json_object(FLAG, self.vllm_engine_kwargs)
         self.vllm_engine_kwargs = settings | engine_settings(self.rollout_quantization)
-        check_multi_turn(self.multi_turn_scheduler, self.max_turns, self.use_gym_env, self.gym_env, multi_turns, envs)
+        batches = [name for name, each in multi_turns.items() if each.async_infer is not MultiTurnScheduler.async_infer]
+        check_multi_turn(
+            self.multi_turn_scheduler, self.max_turns, self.use_gym_env, self.gym_env, multi_turns, envs, batches
+        )
         if _is_port_taken(self.host, port):
             raise ValueError(f"--port {port}: another process listens on it; use another port, or stop that process")
 

@@ -22,11 +22,15 @@ def main(folder: str, rollout: str, num_generations: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     difference = 0.0
     for row, advantage in zip(rows, advantages, strict=True):
-        tokens = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
-        logits = model(tokens).logits[0, len(row["prompt_ids"]) - 1 : -1].float()
-        logprobs = logits.log_softmax(-1).gather(1, torch.tensor(row["completion_ids"])[:, None])[:, 0]
-        sampled = logprobs[torch.tensor(row["sampled"])]
-        difference = max(difference, (sampled.detach() - torch.tensor(row["logprobs"])).abs().max().item())
+        of_sequences = []
+        for sequence in (*row.get("earlier", []), row):
+            tokens = torch.tensor([sequence["prompt_ids"] + sequence["completion_ids"]])
+            logits = model(tokens).logits[0, len(sequence["prompt_ids"]) - 1 : -1].float()
+            logprobs = logits.log_softmax(-1).gather(1, torch.tensor(sequence["completion_ids"])[:, None])[:, 0]
+            of_sequences.append(logprobs[torch.tensor(sequence["sampled"])])
+            gaps = of_sequences[-1].detach() - torch.tensor(sequence["logprobs"])
+            difference = max(difference, gaps.abs().max().item())
+        sampled = torch.cat(of_sequences)
         loss = -(torch.exp(sampled - sampled.detach()) * advantage).mean() / len(rows)
         loss.backward()
     squares = sum(weight.grad.double().square().sum().item() for weight in model.parameters())

@@ -12,7 +12,7 @@ from swift_megatron_grpo.generation.conversations.checks import check_multi_turn
 def test_conversation_flags_name_registered_schedulers_and_environments() -> None:
     def check(scheduler: str | None = None, **flags: Any) -> None:
         given = {"max_turns": None, "use_gym_env": None, "gym_env": None, **flags}
-        check_multi_turn(scheduler, **given, schedulers=["a", "b"], with_own_run=["b"], environments=["e"])
+        check_multi_turn(scheduler, **given, schedulers=["a", "b"], of_groups=["b"], environments=["e"])
 
     check()
     check("a", max_turns=3, gym_env="e", use_gym_env=True)
@@ -26,7 +26,7 @@ def test_conversation_flags_name_registered_schedulers_and_environments() -> Non
             "unknown name 'c' in --multi_turn_scheduler; known are a, b, and everything that a file given to",
         ),
         ("a", {"gym_env": "f"}, "unknown name 'f' in --gym_env; known are e"),
-        ("b", {}, r"--multi_turn_scheduler b runs the conversation in its own run\(\)"),
+        ("b", {}, r"--multi_turn_scheduler b answers whole batches in its own async_infer\(\)"),
         ("a", {"max_turns": 0}, "leave --max_turns out for no limit"),
     ):
         with pytest.raises(ValueError, match=message):

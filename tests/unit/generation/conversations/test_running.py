@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import date
 from typing import Any
 
 import numpy as np
 import pytest
-from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest, RolloutOutput
+from swift.infer_engine.protocol import (
+    ChatCompletionResponseChoice,
+    ChatMessage,
+    RequestConfig,
+    RolloutInferRequest,
+    RolloutOutput,
+)
 from swift.rollout.gym_env import Env, envs
 from swift.rollout.multi_turn import GYMScheduler, MultiTurnScheduler
 from swift.template import MaxLengthError
@@ -65,8 +72,7 @@ class FixedOutput(MultiTurnScheduler):
 @pytest.mark.parametrize(
     ("output", "complaint"),
     [
-        ([unanswered(), unanswered()], "returned 2 outputs for one request"),
-        ([], "returned 0 outputs"),
+        ([], "returned 0 outputs without turns"),
         (unanswered(), r"without turns, because it never called infer_engine\.infer_async"),
     ],
 )
@@ -124,10 +130,31 @@ def test_a_conversation_without_room_ends_against_the_schedulers_will() -> None:
 
 
 def test_an_unanswered_last_message_is_dropped() -> None:
-    finished = finish(unanswered(), [Turn([1, 2], [5], [-0.5])], decode=str)
+    finished = finish([unanswered()], [Turn([1, 2], [5], [-0.5])], decode=str)
     assert [message["content"] for message in finished.messages] == ["Hello.", "[5]"]
     assert finished.finish_reason == "length" and finished.infos == {"num_turns": 1}
     assert finished.completion_ids == [5]
+
+
+def test_several_outputs_are_trained_in_their_own_contexts() -> None:
+    question = {"role": "user", "content": "?"}
+    answers = []
+    for text in ("one", "two"):
+        response = replace(empty_response(request()), choices=[answered(text)])
+        messages = [question, {"role": "assistant", "content": text}]
+        answers.append(RolloutOutput(response=response, messages=messages))
+    experts = np.zeros((4, 1, 2), np.uint8)
+    finished = finish(answers, [Turn([1, 2], [5, 6], [-0.5, -1]), Turn([1, 2, 5, 9], [7], [-2.0], experts)], str)
+    [earlier] = finished.earlier
+    assert (earlier.prompt_ids, earlier.completion_ids, earlier.logprobs) == ([1, 2], [5, 6], [-0.5, -1])
+    assert (finished.prompt_ids, finished.completion_ids, finished.logprobs) == ([1, 2, 5, 9], [7], [-2.0])
+    assert finished.routed_experts is experts
+    assert finished.infos == {"num_turns": 2} and finished.text == "two"
+
+
+def answered(text: str) -> ChatCompletionResponseChoice:
+    message = ChatMessage(role="assistant", content=text)
+    return ChatCompletionResponseChoice(index=0, message=message, finish_reason="stop", token_ids=[])
 
 
 def turn(recorder: TurnRecorder, error: Exception) -> Any:

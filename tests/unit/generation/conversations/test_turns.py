@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from swift_megatron_grpo.generation.conversations.turns import Message, Turn, join, turn_seed
+from swift_megatron_grpo.generation.conversations.turns import Message, Turn, branches, join, turn_seed
 
 QUESTION, TOOL = [1, 2, 3], [90, 91]
 
@@ -45,6 +47,48 @@ def test_a_rewritten_history_is_not_trained() -> None:
     joined = join([turn(QUESTION, [10, 11]), turn([7, 8, 10, 11, *TOOL], [12])])
     assert joined.prompt_ids == [7, 8, 10, 11, *TOOL] and joined.completion_ids == [12]
     assert joined.logprobs == [-12] and joined.lost_turns == 1
+
+
+def test_a_rewritten_history_begins_another_sequence() -> None:
+    first, second = branches([turn(QUESTION, [10, 11]), turn([7, 8, 10, 11, *TOOL], [12])])
+    assert (first.prompt_ids, first.completion_ids, first.logprobs) == (QUESTION, [10, 11], [-10, -11])
+    assert (second.prompt_ids, second.completion_ids, second.logprobs) == ([7, 8, 10, 11, *TOOL], [12], [-12])
+    assert first.lost_turns == second.lost_turns == 0
+
+
+def test_turns_that_only_append_are_one_sequence() -> None:
+    turns = [turn(QUESTION, [10, 11]), turn([*QUESTION, 10, 11, *TOOL], [12])]
+    assert branches(turns) == [join(turns)]
+
+
+def test_a_fork_trains_what_it_continues_once() -> None:
+    """Two answers to one context: the second one begins a sequence, in which the first turn is context."""
+    turns = [turn(QUESTION, [10]), turn([*QUESTION, 10, 90], [11]), turn([*QUESTION, 10, 91], [12])]
+    first, second = branches(turns)
+    assert first.completion_ids == [10, 90, 11] and first.sampled == [True, False, True]
+    assert second.prompt_ids == [*QUESTION, 10, 91] and second.completion_ids == [12]
+    later = turn([*QUESTION, 10, 90, 11, 92], [13])  # of the first branch, which is the last sequence then
+    assert [each.completion_ids for each in branches([*turns, later])] == [[12], [10, 90, 11, 92, 13]]
+
+
+tokens = st.lists(st.integers(1, 3), min_size=1, max_size=4)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), tokens, tokens), min_size=1, max_size=8))
+def test_every_sampled_token_stands_once_in_its_own_context(steps: list[tuple[int, list[int], list[int]]]) -> None:
+    turns: list[Turn] = []
+    for number, (parent, added, sampled) in enumerate(steps):
+        before = turns[parent % len(turns)].tokens if turns and parent else []
+        turns.append(Turn([*before, *added], sampled, [-100.0 * number - place for place in range(len(sampled))]))
+    found = sorted((each for each in branches(turns)), key=lambda each: each.logprobs or [])
+    logprobs = [value for each in found for value in each.logprobs or []]
+    assert sorted(logprobs) == sorted(value for each in turns for value in each.logprobs or [])
+    for each in found:
+        whole = [*each.prompt_ids, *each.completion_ids]
+        places = [len(each.prompt_ids) + place for place, is_sampled in enumerate(each.sampled) if is_sampled]
+        for place, logprob in zip(places, each.logprobs or [], strict=True):
+            number, offset = divmod(round(-logprob), 100)
+            assert whole[: place + 1] == turns[number].tokens[: len(turns[number].prompt_ids) + offset + 1]
 
 
 def test_a_loss_mask_of_the_scheduler_excludes_tokens() -> None:

@@ -36,7 +36,6 @@ def test_settings_that_the_run_leaves_out_are_taken_from_the_server() -> None:
         (SERVER, replace(RUN, scheduler="a"), "its --multi_turn_scheduler is gym_scheduler, and this run's is a"),
         (SERVER, replace(RUN, gym_env="e"), "its --gym_env is riddles, and this run's is e"),
         (replace(SERVER, max_turns=None), replace(RUN, max_turns=3), "its --max_turns is not set, and this"),
-        (replace(SERVER, scheduler="thinking_tips_scheduler"), RUN, "several samples of one request"),
     ],
 )  # fmt: skip
 def test_conflicts_with_the_run(

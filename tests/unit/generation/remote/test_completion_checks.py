@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from swift_megatron_grpo.data.images import portable_images
-from swift_megatron_grpo.generation.protocol.messages import Completion, InvalidMessage, ServerStatus
+from swift_megatron_grpo.generation.protocol.messages import Completion, InvalidMessage, SentSequence, ServerStatus
 from swift_megatron_grpo.generation.remote.completion_checks import problem_of as _problem_of
 from swift_megatron_grpo.settings.config import SamplingConfig, ServerConfig
 from swift_megatron_grpo.settings.servers import RemoteTurnsConfig
@@ -27,6 +27,7 @@ MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "
 CONVERSATION = replace(
     COMPLETION, logprobs=[-0.5], sampled=[True, False], messages=MESSAGES, infos={"num_turns": 1, "total_reward": 0.5}
 )
+EARLIER = SentSequence([1], [5, 6], [-0.5], [False, True])
 
 STATUS = asdict(status())
 
@@ -38,6 +39,8 @@ def problem_of(completion: Completion, run: ServerConfig) -> str | None:
 def test_a_valid_completion_and_a_valid_conversation_have_no_problem() -> None:
     assert problem_of(COMPLETION, ONE_TURN) is None
     assert problem_of(CONVERSATION, TURNS) is None
+    several = replace(CONVERSATION, earlier=(EARLIER, EARLIER), infos={"num_turns": 3})
+    assert problem_of(several, TURNS) is None and Completion.from_json(several.to_json()) == several
     assert problem_of(replace(CONVERSATION, infos={"num_turns": 1, "total_reward": float("nan")}), TURNS) is None
     unanswered = replace(CONVERSATION, completion_ids=[], sampled=[], logprobs=None)
     assert problem_of(unanswered, TURNS) is None
@@ -71,6 +74,7 @@ def test_experts_of_all_tokens_but_the_last_are_accepted() -> None:
         ({"finish_reason": "abort"}, "its finish_reason is 'abort'"),
         ({"weights_version": 6}, "its weights have version 6, not 7"),
         ({"sampled": [True, True]}, "the fields of a conversation, which was not requested"),
+        ({"earlier": (EARLIER,)}, "the fields of a conversation, which was not requested"),
         ({"infos": {"num_turns": 1}}, "the fields of a conversation, which was not requested"),
     ],
 )
@@ -88,6 +92,17 @@ def test_an_impossible_completion_is_found(changes: dict[str, Any], problem: str
         ({"messages": [{"content": "a"}]}, "its messages are not those of a conversation"),
         ({"infos": {}}, "its infos have no num_turns"),
         ({"infos": {"num_turns": 1, "total_reward": "a"}}, "a total_reward that is not a number"),
+        ({"earlier": (EARLIER,)}, "it has 2 sequences of 1 turns"),
+        *(
+            ({"infos": {"num_turns": 3}, "earlier": (EARLIER, replace(EARLIER, **wrong))}, problem)
+            for wrong, problem in (
+                ({"completion_ids": [300, 3]}, "a token is not in the vocabulary of 300"),
+                ({"prompt_ids": []}, "it has no prompt"),
+                ({"sampled": [True]}, "its mask has 1 values for 2 tokens"),
+                ({"logprobs": [0.5]}, "a log-prob is not finite, or above 0"),
+                ({"logprobs": None}, "it has no log-probs"),
+            )
+        ),
     ],
 )
 def test_an_impossible_conversation_is_found(changes: dict[str, Any], problem: str) -> None:
