@@ -37,6 +37,7 @@ from benchmarks.harness.recipes.runs import last_weights, logged, read_rows, wri
 from benchmarks.learn import environment_of_programs
 
 TEMPLATE = REPOSITORY / "templates" / "recipe.sh"
+LAST_LINES = 60  # of the log of a recipe that failed
 PLUGINS = [str(REPOSITORY / "templates" / "plugins" / name) for name in ("reasoning_task.py", "calculator.py")]
 
 
@@ -86,6 +87,8 @@ def run(args: argparse.Namespace, recipe: Recipe, name: str) -> int:
         result.write_text(json.dumps(measured) + "\n")
         for saved in (folder / "output").glob("checkpoint-*"):
             shutil.rmtree(saved)
+    if code != 0:
+        print("\n".join(folder.with_suffix(".txt").read_text(errors="replace").splitlines()[-LAST_LINES:]))
     print(f"recipes: {name}: exit code {code}, {len(measured['reward'])} steps in {seconds} s; {result}")
     return 0 if measured["served"] else 1
 

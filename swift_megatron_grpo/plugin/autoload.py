@@ -21,6 +21,7 @@ from typing import Any
 
 # names that command_line.classify may accept, and the scripts whose arguments may hold a key
 _PROGRAMS = ("-m", "rlhf.py", "rollout.py", "swift", "megatron", "torchrun")
+_MEGATRON_MODULE = os.path.join("swift", "cli", "_megatron", "main.py")  # run by `python -m`, not by the script
 _ENGINE_ON_CPU = "SWIFT_MEGATRON_GRPO_ENGINE_ON_CPU"  # as in platforms/cpu, which takes too long to import here
 
 
@@ -30,7 +31,8 @@ def arm() -> None:
         torch = sys.modules.get("torch")  # absent only if something else calls this
         if torch is not None and torch.version.cuda is None:
             sys.meta_path.insert(0, _TorchvisionFinder())
-        if sys.argv and os.path.basename(sys.argv[0]) in _PROGRAMS:
+        program = sys.argv[0] if sys.argv else ""
+        if os.path.basename(program) in _PROGRAMS or program.endswith(_MEGATRON_MODULE):
             from swift_megatron_grpo.plugin.activation import activate
 
             activate(sys.argv, sys.orig_argv, os.environ)

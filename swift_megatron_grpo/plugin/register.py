@@ -6,6 +6,7 @@ script. Other rlhf types are left unchanged.
 
 from __future__ import annotations
 
+import gc
 import sys
 from functools import cache
 from types import ModuleType
@@ -54,6 +55,7 @@ def _replace_arguments(rlhf: ModuleType) -> None:
     stock_prepare_trainer = pipeline.prepare_trainer
 
     def parse_args(self: Any, args: Any = None) -> Any:
+        gc.enable()  # which `prepare` of a rank has disabled
         command_line = sys.argv[1:] if args is None else args
         if not isinstance(command_line, list) or not selects_grpo(command_line):
             return stock_parse_args(self, args)

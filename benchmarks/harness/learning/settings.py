@@ -122,6 +122,8 @@ def _megatron(arm: str, settings: Settings, paths: Paths, seed: int) -> list[str
         values |= {"max_tokens_per_micro_batch": 16384, "report_to": "none"}
     else:  # ms-swift's own trainer needs prompts that are divisible by its micro batch, and refuses --report_to none
         values |= {"micro_batch_size": min(32, settings.prompts), "report_to": "tensorboard"}
+        if settings.dtype != "float32":  # flash needs the package flash-attn, for which only this package has a kernel
+            values["attention_backend"] = "fused"
     return [*_flags(values), *settings.engine, "--vllm_engine_kwargs", f'{{"{CACHE}": {CACHE_BYTES}}}']
 
 

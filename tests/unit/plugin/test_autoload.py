@@ -228,6 +228,19 @@ def test_importing_torch_calls_arm() -> None:
     assert run(code, **{SWITCH: "on", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}).stdout.strip() == "nothing"
 
 
+@pytest.mark.parametrize(("folder", "module"), [("swift/cli/_megatron/", "activation"), ("", "subprocess")])
+def test_the_module_of_the_megatron_script_becomes_torchrun(folder: str, module: str) -> None:
+    """Python imports torch when it already runs the module, whose file is named like many others."""
+    code = (
+        "import subprocess, sys\n"
+        f"sys.argv = ['/s/{folder}main.py', 'rlhf', '--rlhf_type', 'grpo']\n"
+        "sys.orig_argv = ['python', '-P', '-m', 'swift.cli._megatron.main', *sys.argv[1:]]\n"
+        "import torch\n"
+        "print(subprocess.run.__module__.rpartition('.')[2])"
+    )
+    assert run(code, **{SWITCH: "on"}).stdout.strip() == module
+
+
 def test_arming_imports_only_its_own_folders() -> None:
     code = (
         "import sys, torch; before = set(sys.modules)\n"
