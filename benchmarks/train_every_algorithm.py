@@ -41,6 +41,7 @@ ALGORITHMS: dict[str, list[str]] = {
     "reinforce_plus_plus_plain": [
         *["--advantage_estimator", "reinforce_plus_plus_plain", "--num_generations", "1", "--beta", "0.001"]
     ],
+    "optimal_token_baseline": ["--advantage_estimator", "optimal_token_baseline", *OFF_POLICY],
     "gdpo": ["--scale_rewards", "gdpo", "--reward_funcs", "letters", "repetition"],
     "selection": [
         *["--dynamic_sample", "true", "--overlong_filter", "false", "--top_entropy_quantile", "0.5"],

@@ -194,6 +194,7 @@ class Sample:
     truncated: bool = False
     old_logprobs: list[float] | None = None  # [c]
     ref_logprobs: list[float] | None = None  # [c]
+    token_advantages: list[float] | None = None  # [c] in place of `advantage`; None: it is that of all tokens
     teacher_ratios: list[float] | None = None  # [c] log(teacher / policy), by the weights that trained it first
     teacher_logprobs: list[float] | None = None  # [c] with SDAR, which compares the teacher with the current policy
     teacher_tokens: list[int] | None = None  # the completion after the teacher's own prompt; None: as in `tokens`
@@ -205,3 +206,8 @@ class Sample:
     images: tuple[PlacedImage, ...] = ()  # in the order of their tokens
     # of the first tokens; below 0, and in all further rows: the router chooses. None: it chooses for all tokens
     routed_experts: ExpertRows | None = field(default=None, compare=False)
+
+    @property
+    def advantages(self) -> list[float]:
+        """The advantage of each trained token, [c]."""
+        return [self.advantage] * sum(self.completion_mask) if self.token_advantages is None else self.token_advantages

@@ -38,6 +38,8 @@ def group_advantages(
                                completion per prompt is enough
     maxrl                      mean of the group, by which the       https://arxiv.org/abs/2602.02710
                                difference is divided; scale none
+    optimal_token_baseline     none here: token_baselines.py         https://arxiv.org/abs/2602.07078
+                               subtracts one from every token
 
     scale                      spread: the standard deviation of
     group                      the rewards of the group
@@ -101,6 +103,7 @@ BASELINES: dict[str, Baseline] = {
     "reinforce_plus_plus": _subtract_mean,
     "reinforce_plus_plus_plain": _subtract_mean,
     "maxrl": _divide_by_mean,
+    "optimal_token_baseline": list,
 }
 
 

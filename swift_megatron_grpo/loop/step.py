@@ -18,6 +18,7 @@ GRPOLoop.train_step
  |       |- LogprobCheck.check               first rollout only
  |       |- RouterAgreement.measure          with --router_agreement_samples
  |       |- old log-probs                    of later steps: MegatronEngine.infer; of older weights: the engine's
+ |       |- baselines of tokens              with --advantage_estimator optimal_token_baseline
  |       |- log-ratios of a teacher          Reference.infer of the teacher, with --teacher_model
  |       '- reference log-probs              Reference.infer, if beta > 0 and KL is in the loss
  |- TrainingBatches.next

@@ -6,14 +6,19 @@ A checkpoint between two of these steps keeps the rollout, and a resumed run con
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain, groupby
+from itertools import accumulate, chain, groupby, islice
 
+import numpy as np
+
+from swift_megatron_grpo.grading.token_baselines import energies, token_advantages
 from swift_megatron_grpo.loop.samples import as_teacher_reads, samples_of, without_routing
 from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.step_context import StepContext
 from swift_megatron_grpo.output.recording.unfinished import UnfinishedRollout, shared_settings
+from swift_megatron_grpo.settings.algorithm import OPTIMAL_TOKEN
 from swift_megatron_grpo.settings.config import GRPOConfig
 from swift_megatron_grpo.settings.losses import Correction
+from swift_megatron_grpo.training.loss.correction import weights_of_completion
 from swift_megatron_grpo.types import Graded, Rollout, Sample
 
 
@@ -51,6 +56,9 @@ class TrainingBatches:
         batches = self._batches_of(unfinished.graded)
         for sample, old_logprobs in zip(chain.from_iterable(batches), unfinished.old_logprobs, strict=True):
             sample.old_logprobs = old_logprobs
+        if unfinished.token_advantages:
+            for sample, advantages in zip(chain.from_iterable(batches), unfinished.token_advantages, strict=True):
+                sample.token_advantages = advantages
         if unfinished.teacher_ratios:
             for sample, ratios in zip(chain.from_iterable(batches), unfinished.teacher_ratios, strict=True):
                 sample.teacher_ratios = ratios
@@ -74,7 +82,12 @@ class TrainingBatches:
             old_logprobs=self._gathered([sample.old_logprobs for sample in samples]),
             teacher_ratios=self._gathered([s.teacher_ratios for s in samples]) if has_teacher and not sdar else [],
             teacher_logprobs=self._gathered([s.teacher_logprobs for s in samples]) if sdar else [],
+            token_advantages=[s.token_advantages for s in samples] if self._has_token_baselines else [],
         )
+
+    @property
+    def _has_token_baselines(self) -> bool:
+        return self._config.grading.advantage_estimator == OPTIMAL_TOKEN
 
     def _gathered(self, values: Sequence[list[float] | None]) -> list[list[float] | None]:
         """Return the values of all samples, of which a rank has those that it trains."""
@@ -117,12 +130,14 @@ class TrainingBatches:
         The first step needs none of the old policy: it trains that itself. Every later step gets them from a pass
         before the first update. `from_engine`: the engine's log-probs take the place of the pass, for the first step as
         well. A teacher is compared with a pass in any case, except by SDAR, which compares it with the current policy.
+        Baselines of tokens need the pass, too.
         """
         training = self._stages.training
         has_ratios = self._stages.teacher is not None and not self._config.loss.sdar.is_on
+        of_all = has_ratios or self._has_token_baselines
         records_experts = self._config.routing.router_replay_mode == "R2"
-        if records_experts or not from_engine or has_ratios:
-            for samples in batches if self._config.num_iterations > 1 or has_ratios else batches[1:]:
+        if records_experts or not from_engine or of_all:
+            for samples in batches if self._config.num_iterations > 1 or of_all else batches[1:]:
                 with step.timer("old_logprobs"):
                     values, experts = (
                         training.infer_and_record(samples) if records_experts else (training.infer(samples), {})
@@ -132,6 +147,9 @@ class TrainingBatches:
                 for index, rows in experts.items():
                     samples[index].routed_experts = rows
         self._add_teacher(batches, step)
+        if self._has_token_baselines:
+            with step.timer("token_baselines"):
+                self._add_token_advantages(batches)
         if from_engine:
             for sample in chain.from_iterable(batches):
                 sample.old_logprobs = sample.rollout_logprobs
@@ -156,6 +174,24 @@ class TrainingBatches:
                         pairs = zip(values.logprobs, policy, strict=True)
                         samples[index].teacher_ratios = [theirs - ours for theirs, ours in pairs]
 
+    def _add_token_advantages(self, batches: Sequence[list[Sample]]) -> None:
+        """Subtract from the reward of a completion, its advantage so far, a baseline for every token."""
+        stages, correction, half = self._stages, self._config.loss.correction, self._config.sampling.temperature / 2
+        held: dict[int, np.ndarray] = {}
+        for first, batch in zip(accumulate(map(len, batches), initial=0), batches, strict=False):
+            for index, value in stages.training.infer(batch, temperature=half).items():
+                held[first + index] = corrected_energies(batch[index], value.logprobs, correction)
+        gathered = stages.coordinator.gather_samples(held, stages.training.parallel)
+        samples = list(chain.from_iterable(batches))
+        for _, of_group in groupby(range(len(samples)), key=lambda i: samples[i].group):
+            completions = [list(of) for _, of in groupby(of_group, key=lambda i: samples[i].completion)]
+            rewards = [samples[sequences[0]].advantage for sequences in completions]
+            joined = [np.concatenate([gathered[i] for i in sequences]) for sequences in completions]
+            for sequences, advantages in zip(completions, token_advantages(rewards, joined), strict=True):
+                rest = iter(advantages)
+                for i in sequences:
+                    samples[i].token_advantages = list(islice(rest, len(gathered[i])))
+
     def _queue(
         self, number: int, graded: Sequence[Graded], batches: list[list[Sample]], from_engine: bool, step: StepContext
     ) -> None:
@@ -173,6 +209,16 @@ class TrainingBatches:
         self.steps_to_skip = 0
         self._batches = batches
         self._rollout = UnfinishedRollout(number, shared_settings(self._config), graded, [], from_engine)
+
+
+def corrected_energies(sample: Sample, sharper: Sequence[float], correction: Correction) -> np.ndarray:
+    """Return the energies of a completion's tokens, times the squared weights of a rollout correction, as in verl."""
+    policy, engine = sample.old_logprobs, sample.rollout_logprobs
+    assert policy is not None  # from a pass with the plan of `sharper`
+    energy = energies(policy, sharper)
+    if correction.rollout_importance_sampling_mode is not None and engine is not None:
+        energy = energy * weights_of_completion(policy, engine, correction) ** 2
+    return energy
 
 
 def old_logprobs_from_engine(rollouts: Sequence[Rollout], version: int, correction: Correction) -> bool:

@@ -152,7 +152,6 @@ def collate(
             flat += value
         return to_device(torch.tensor(flat, dtype=torch.float32))
 
-    advantages = torch.tensor([s.advantage for s in chosen], dtype=torch.float32)
     return MicroBatch(
         indices=tuple(indices),
         inputs=ModelInputs(
@@ -172,7 +171,7 @@ def collate(
         counts=counts,
         lengths=to_device(torch.tensor(counts)),
         completion_lengths=to_device(torch.tensor(_completion_lengths(chosen, counts, step))),
-        advantages=to_device(advantages.repeat_interleave(torch.tensor(counts))),
+        advantages=to_device(torch.tensor([a for s in chosen for a in s.advantages], dtype=torch.float32)),
         old_logprobs=per_token([s.old_logprobs for s in chosen], "old"),
         ref_logprobs=per_token([s.ref_logprobs for s in chosen], "reference"),
         teacher_ratios=per_token([s.teacher_ratios for s in chosen], "teacher"),

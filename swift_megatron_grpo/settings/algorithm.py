@@ -23,6 +23,7 @@ class Estimator:
 
 
 MAXRL = "maxrl"
+OPTIMAL_TOKEN = "optimal_token_baseline"
 WITHOUT_GROUPS = "reinforce_plus_plus_plain"
 # By --advantage_estimator, with ms-swift's defaults. Their baselines are in grading/advantages.py. Plugins add to both.
 ESTIMATORS: dict[str, Estimator] = {
@@ -31,6 +32,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinforce_plus_plus": Estimator("batch", kl_in_reward=True),
     "reinforce_plus_plus_plain": Estimator("batch", kl_in_reward=True, has_groups=False),
     "maxrl": Estimator("none", kl_in_reward=False),
+    "optimal_token_baseline": Estimator("none", kl_in_reward=False),
 }
 
 
@@ -43,7 +45,9 @@ class Algorithm(Flags):
         "the prompt's other completions. reinforce_plus_plus: the baseline of grpo, with advantages scaled over the "
         "batch (the paper's REINFORCE++-baseline). reinforce_plus_plus_plain: the mean of the whole rollout (the "
         "paper's REINFORCE++); it also works with --num_generations 1. maxrl: the baseline of grpo, and advantages are "
-        "divided by it; for rewards of at least 0. The first three are ms-swift's. Default: grpo.",
+        "divided by it; for rewards of at least 0. optimal_token_baseline: a baseline for every token, a mean of the "
+        "prompt's completions weighted by how uncertain the policy was up to there; it takes two passes. The first "
+        "three are ms-swift's. Default: grpo.",
     )
     scale_rewards: ScaleRewards | None
     top_entropy_quantile: Annotated[
@@ -122,6 +126,32 @@ class Algorithm(Flags):
             yield (
                 f"--advantage_estimator {MAXRL} needs rewards of at least 0, and --kl_in_reward true subtracts from "
                 "them; use --kl_in_reward false"
+            )
+
+    @rule
+    def token_baseline_is_the_only_one(self) -> Faults:
+        estimator = self.advantage_estimator
+        if estimator != OPTIMAL_TOKEN:
+            return
+        if self.scale_rewards not in (None, "none", "gdpo"):
+            yield (
+                f"--advantage_estimator {estimator} subtracts its baselines after rewards were scaled, so "
+                f"--scale_rewards {self.scale_rewards} would not scale advantages; use --scale_rewards none"
+            )
+        if self.kl.kl_in_reward and self.loss.beta != 0:
+            yield (
+                f"--advantage_estimator {estimator} compares the rewards of whole completions, and --kl_in_reward true "
+                "has one for every token; use --kl_in_reward false"
+            )
+        if self.loss.name == "real":
+            yield (
+                f"--loss_type real compares whole completions, and --advantage_estimator {estimator} gives every token "
+                "an advantage of its own; use --loss_type grpo"
+            )
+        if self.loss.correction.off_policy_sequence_mask_delta is not None:
+            yield (
+                "--off_policy_sequence_mask_delta masks completions of negative advantage, and --advantage_estimator "
+                f"{estimator} gives every token an advantage of its own; leave one of them out"
             )
 
     @rule

@@ -162,9 +162,11 @@ class MegatronEngine:
             )
         return float(largest)
 
-    def infer(self, samples: Sequence[Sample], outputs: Sequence[Output] = ("logprob",)) -> dict[int, TokenValues]:
+    def infer(
+        self, samples: Sequence[Sample], outputs: Sequence[Output] = ("logprob",), temperature: float | None = None
+    ) -> dict[int, TokenValues]:
         """Run forward only: see Passes.infer."""
-        return self.passes.infer(samples, outputs)
+        return self.passes.infer(samples, outputs, temperature)
 
     def infer_and_record(self, samples: Sequence[Sample]) -> tuple[dict[int, TokenValues], dict[int, ExpertRows]]:
         """Run forward only, and record the experts of all tokens: see Passes.infer_and_record."""

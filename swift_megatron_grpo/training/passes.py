@@ -86,6 +86,7 @@ class Passes:
         reduce: Reduce,
         train: bool,
         records: bool = False,
+        temperature: float | None = None,  # of completions; None: the settings'
     ) -> tuple[list[Any], PassRouters | None]:
         """Run this rank's micro batches through the model; with `train` also backward.
 
@@ -98,6 +99,7 @@ class Passes:
         assigned = plan.assignment[position.dp_rank]
         routing = routing_shape(samples)
         routers = PassRouters(unwrap_model(self.models), position, train, records) if routing or records else None
+        of_completions = self.settings.temperature if temperature is None else temperature
 
         pack = partial(
             collate, samples, step=count(samples), align=self._align, cp_rank=position.cp_rank,
@@ -108,8 +110,8 @@ class Passes:
         def forward_step(iterator: Iterator[MicroBatch], model: MegatronModule) -> tuple[torch.Tensor, Any]:
             batch = next(iterator)
             # The policy has not sampled the answers of SFT, so the temperature of sampling is not theirs.
-            temperature = self.settings.temperature if batch.sft_weights is None else 1.0
-            output = self._forward(model, batch.inputs, temperature, "entropy" in outputs, routers)
+            divisor = of_completions if batch.sft_weights is None else 1.0
+            output = self._forward(model, batch.inputs, divisor, "entropy" in outputs, routers)
             return output, partial(self._on_completion, reduce, batch)
 
         interleaved = len(self.models) > 1
@@ -176,13 +178,16 @@ class Passes:
         return smaller_micro_batches(flag, settings.max_tokens, settings.micro_batch_size, longest, train)
 
     @torch.no_grad()
-    def infer(self, samples: Sequence[Sample], outputs: Sequence[Output] = ("logprob",)) -> dict[int, TokenValues]:
+    def infer(
+        self, samples: Sequence[Sample], outputs: Sequence[Output] = ("logprob",), temperature: float | None = None
+    ) -> dict[int, TokenValues]:
         """Compute values of the trained tokens, in evaluation mode, for the samples of this data-parallel rank.
 
         Returns them by sample index on the last pipeline stage, where losses are computed; {} on the other stages.
         """
         all_samples = self.filled(samples)
-        return all_samples.of_given(self._infer(all_samples.samples, outputs, records=False)[0])
+        values = self._infer(all_samples.samples, outputs, records=False, temperature=temperature)[0]
+        return all_samples.of_given(values)
 
     @torch.no_grad()
     def infer_and_record(self, samples: Sequence[Sample]) -> tuple[dict[int, TokenValues], dict[int, ExpertRows]]:
@@ -195,7 +200,7 @@ class Passes:
         return all_samples.of_given(values), all_samples.of_given(rows)
 
     def _infer(
-        self, samples: Sequence[Sample], outputs: Sequence[Output], records: bool
+        self, samples: Sequence[Sample], outputs: Sequence[Output], records: bool, temperature: float | None = None
     ) -> tuple[dict[int, TokenValues], StepPlan, PassRouters | None]:
         """Run forward; while memory runs out, retry with half the token budget on this rank alone."""
         modes = [model.training for model in self.models]
@@ -204,7 +209,9 @@ class Passes:
         while True:
             plan = self._planner.plan_inference(samples, self.settings)
             try:
-                results, routers = self.run(samples, plan, outputs, _split_by_sample, train=False, records=records)
+                results, routers = self.run(
+                    samples, plan, outputs, _split_by_sample, train=False, records=records, temperature=temperature
+                )
                 break
             except torch.OutOfMemoryError:
                 if not self.lower_budget(samples, train=False):

@@ -23,6 +23,7 @@ from swift_megatron_grpo.output.recording.reading import EarlierRollouts
 from swift_megatron_grpo.output.recording.rows import Limits
 from swift_megatron_grpo.packing.routing import ExpertLayers
 from swift_megatron_grpo.runtime.stopping.request import StopRequest
+from swift_megatron_grpo.settings.algorithm import ESTIMATORS
 from swift_megatron_grpo.settings.chord import Chord
 from swift_megatron_grpo.settings.config import (
     EvaluationConfig,
@@ -61,8 +62,10 @@ class Policy:
     flops_of_last_step = 2e12
     passes = SimpleNamespace(expert_layers=ExpertLayers(1, (0,), 4, 2))
 
-    def infer(self, samples: Sequence[Sample], outputs: Sequence[str] = ("logprob",)) -> dict[int, TokenValues]:
-        self.events.append("infer")
+    def infer(
+        self, samples: Sequence[Sample], outputs: Sequence[str] = ("logprob",), temperature: float | None = None
+    ) -> dict[int, TokenValues]:
+        self.events.append("infer" if temperature is None else f"infer at {temperature}")
         return {index: self._values(sample) for index, sample in enumerate(samples)}
 
     def infer_and_record(self, samples: Sequence[Sample]) -> tuple[dict[int, TokenValues], dict[int, ExpertRows]]:
@@ -154,6 +157,7 @@ def fake_run(
     teacher: float | None = None,
     spare_groups: int | None = 0,
     chord: Chord = Chord(),  # noqa: B008, frozen
+    estimator: str = "grpo",
 ) -> FakeRun:
     """Create a run of rollouts of 3 prompts with 2 completions; with a `dump`, it continues what is in the folder.
 
@@ -173,7 +177,8 @@ def fake_run(
         ),
         num_iterations=num_iterations, max_staleness=max_staleness, top_entropy_quantile=top_entropy_quantile,
         grading=GradingConfig(
-            num_generations=GROUP, reward_names=("length",), reward_weights=(1.0,), scale_rewards="group",
+            num_generations=GROUP, reward_names=("length",), reward_weights=(1.0,),
+            advantage_estimator=estimator, scale_rewards=ESTIMATORS[estimator].scale_rewards,
             bad_reward="drop" if dropped else "stop", max_resample_times=max_resample,
             spare_groups=spare_groups,
         ),

@@ -14,6 +14,7 @@ from typing import Any
 from swift_megatron_grpo.output.disk.files import write_durably
 from swift_megatron_grpo.output.recording import rows
 from swift_megatron_grpo.output.recording.folder import split_lines
+from swift_megatron_grpo.settings.algorithm import OPTIMAL_TOKEN
 from swift_megatron_grpo.settings.config import GRPOConfig
 from swift_megatron_grpo.types import Graded, Prompt
 
@@ -31,6 +32,7 @@ class UnfinishedRollout:
     from_engine: bool  # True: older weights generated it, so the engine's log-probs are the old ones
     teacher_ratios: Sequence[list[float] | None] = field(default_factory=list)  # by sequence; empty: no teacher
     teacher_logprobs: Sequence[list[float] | None] = field(default_factory=list)  # empty: no SDAR
+    token_advantages: Sequence[list[float] | None] = field(default_factory=list)  # empty: a completion has one
 
 
 def shared_settings(config: GRPOConfig) -> Mapping[str, float | str | None]:
@@ -39,7 +41,9 @@ def shared_settings(config: GRPOConfig) -> Mapping[str, float | str | None]:
     of_batch = {name: getattr(config.batch, name) for name in names}
     of_config = {"num_iterations": config.num_iterations, "temperature": config.sampling.temperature}
     of_teacher = {"teacher_model": config.teacher.name, "sdar_loss_coef": config.loss.sdar.sdar_loss_coef or None}
-    return {**of_batch, **of_config, **of_teacher}
+    estimator = config.grading.advantage_estimator
+    of_tokens = estimator if estimator == OPTIMAL_TOKEN else None  # others have graded before the checkpoint
+    return {**of_batch, **of_config, **of_teacher, "advantage_estimator": of_tokens}
 
 
 def save_unfinished(folder: Path, rollout: UnfinishedRollout | None, digests: rows.Digests) -> None:
@@ -57,6 +61,7 @@ def save_unfinished(folder: Path, rollout: UnfinishedRollout | None, digests: ro
         "old_logprobs": list(rollout.old_logprobs),
         "teacher_ratios": list(rollout.teacher_ratios),
         "teacher_logprobs": list(rollout.teacher_logprobs),
+        "token_advantages": list(rollout.token_advantages),
     }
     write_durably(path, [json.dumps(values) + "\n", *rows.to_lines(rollout.graded, digests)])
 
@@ -90,8 +95,9 @@ def read_unfinished(
         prompt = find_prompt(rows.parsed(line)["prompt_id"])
         rollout, rewards = rows.from_line(line, prompt, images(prompt), limits)
         graded.append(Graded(rollout, rewards, reward, advantage))
-    of_teacher = {name: values.get(name, []) for name in ("teacher_ratios", "teacher_logprobs")}  # 0.1.0 has none
-    return UnfinishedRollout(number, settings, graded, values["old_logprobs"], values["from_engine"], **of_teacher)
+    names = ("teacher_ratios", "teacher_logprobs", "token_advantages")  # checkpoints of 0.1.0 have none
+    more = {name: values.get(name, []) for name in names}
+    return UnfinishedRollout(number, settings, graded, values["old_logprobs"], values["from_engine"], **more)
 
 
 # ---- the logs of a run that resumes in its own folder: every step and every rollout stands there once

@@ -3,6 +3,9 @@
 rho = pi_old / pi_rollout: the trainer's probability of a token when it was generated, over the inference engine's.
 """
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 
 from swift_megatron_grpo.settings.losses import Correction
@@ -31,6 +34,14 @@ def importance_weights(log_rho: torch.Tensor, rows: Rows, config: Correction) ->
     if mode == "sequence_truncate":
         return rows.spread(rho_of_sequence.clamp(max=limit))
     return rho * rows.spread((rho_of_sequence <= limit).to(rho.dtype))
+
+
+def weights_of_completion(policy: Sequence[float], engine: Sequence[float], config: Correction) -> np.ndarray:
+    """Compute the importance weights of one completion from its log-probs by the trainer and the engine, [c]."""
+    log_rho = torch.tensor(policy, dtype=torch.float64) - torch.tensor(engine, dtype=torch.float64)
+    rows = Rows(torch.tensor([len(policy)]), len(policy), torch.arange(len(policy)))
+    weights: np.ndarray = importance_weights(log_rho, rows, config).numpy()
+    return weights
 
 
 def sequence_rho(log_rho: torch.Tensor, rows: Rows) -> torch.Tensor:

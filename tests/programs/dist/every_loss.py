@@ -130,6 +130,7 @@ def make_samples(engine: Any, vocab_size: int) -> list[Any]:
 
 def once_per_step(engine: Any, samples: list[Any]) -> dict[str, float]:
     """Select tokens, and return the entropy threshold and the KL of completions, computed as in the loop."""
+    from swift_megatron_grpo.grading.token_baselines import energies, token_advantages
     from swift_megatron_grpo.loop.samples import entropy_threshold, select_tokens
     from swift_megatron_grpo.runtime.parallel import Coordinator
     from swift_megatron_grpo.training.loss.kl import divergences
@@ -149,4 +150,9 @@ def once_per_step(engine: Any, samples: list[Any]) -> dict[str, float]:
     kls = coordinator.gather_samples(divergences(values, reference, "k1"), engine.parallel)
     assert sorted(kls) == sorted(entropies) == list(range(len(samples)))
     share = sum(sum(sample.selected) for sample in samples) / sum(map(len, entropies.values()))
-    return {"threshold": threshold, "share": share, **{f"kl of {i}": kls[i] for i in range(len(samples))}}
+    sharper = engine.infer(samples, temperature=engine.passes.settings.temperature / 2)
+    held = {i: energies(value.logprobs, sharper[i].logprobs) for i, value in values.items()}
+    energy = coordinator.gather_samples(held, engine.parallel)
+    baselines = token_advantages([float(i) for i in range(GROUP)], [energy[i] for i in range(GROUP)])
+    advantages = {f"advantage of {i}": sum(of_tokens) for i, of_tokens in enumerate(baselines)}
+    return {"threshold": threshold, "share": share, **advantages, **{f"kl of {i}": kls[i] for i in range(len(samples))}}

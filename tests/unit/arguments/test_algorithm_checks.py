@@ -73,6 +73,22 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"advantage_estimator": "maxrl", "kl_in_reward": True, "beta": 0.1},
         ["use --kl_in_reward false"],
     ),
+    "token baseline scaled": (
+        {"advantage_estimator": "optimal_token_baseline", "scale_rewards": "batch"},
+        ["--scale_rewards batch would not scale advantages", "use --scale_rewards none"],
+    ),
+    "token baseline with a penalty": (
+        {"advantage_estimator": "optimal_token_baseline", "kl_in_reward": True, "beta": 0.1},
+        ["use --kl_in_reward false"],
+    ),
+    "real token baseline": (
+        {**REAL, "advantage_estimator": "optimal_token_baseline"},
+        ["gives every token an advantage of its own", "use --loss_type grpo"],
+    ),
+    "masked token baseline": (
+        {"advantage_estimator": "optimal_token_baseline", "off_policy_sequence_mask_delta": 0.5},
+        ["gives every token an advantage of its own", "leave one of them out"],
+    ),
     "real plain": ({**REAL, "advantage_estimator": "reinforce_plus_plus_plain"}, ["--loss_type real needs groups"]),
     "engine": (
         {"old_logprobs": "engine", "rollout_importance_sampling_mode": "token_mask"},

@@ -12,12 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swift_megatron_grpo.grading.advantages import gdpo_advantages, group_advantages
-from swift_megatron_grpo.settings.algorithm import ESTIMATORS, MAXRL, WITHOUT_GROUPS, ScaleRewards
+from swift_megatron_grpo.settings.algorithm import ESTIMATORS, MAXRL, OPTIMAL_TOKEN, WITHOUT_GROUPS, ScaleRewards
 
-OWN = (WITHOUT_GROUPS, MAXRL)
+OWN = (WITHOUT_GROUPS, MAXRL, OPTIMAL_TOKEN)
 WITH_GROUPS = tuple(name for name in ESTIMATORS if name not in OWN)
 SCALES: list[ScaleRewards] = ["group", "batch", "none"]
-PAIRS = [(e, s) for e in ESTIMATORS for s in SCALES if e != MAXRL and (e, s) != (WITHOUT_GROUPS, "group")]
+PAIRS = [
+    (e, s)
+    for e in ESTIMATORS
+    for s in SCALES
+    if e not in (MAXRL, OPTIMAL_TOKEN) and (e, s) != (WITHOUT_GROUPS, "group")
+]
 K = 4
 reward = st.floats(-100, 100).map(lambda value: round(value, 3))
 batches = st.lists(st.lists(reward, min_size=K, max_size=K), min_size=1, max_size=6)

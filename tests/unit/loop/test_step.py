@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.loop.checks.sequences import SeveralSequences
 from swift_megatron_grpo.loop.step import GRPOLoop
+from swift_megatron_grpo.loop.training_batches import corrected_energies
 from swift_megatron_grpo.output.recording.rows import Limits, no_images
 from swift_megatron_grpo.output.recording.unfinished import UnfinishedRollout, read_unfinished, shared_settings
 from swift_megatron_grpo.settings.chord import Chord
@@ -153,6 +155,51 @@ def test_the_weight_of_rlsd_changes_between_rollouts_alone() -> None:
     assert [loss.keywords["config"].rlsd.rlsd_lambda for loss in run.policy.losses] == weights
 
 
+def test_tokens_have_baselines_of_the_policy_that_sampled_them() -> None:
+    """Their passes precede the first update; completions of equal rewards have advantages of 0, up to 1e-8."""
+    run = fake_run(steps_per_generation=3, estimator="optimal_token_baseline")
+    train(run, 3)
+    assert run.events[-9:] == ["infer"] * 3 + ["infer at 0.5"] * 3 + ["train"] * 3
+    assert all(graded.advantage == graded.reward for graded in run.logged)
+    found = [value for batch in run.policy.trained for s in batch for value in s.token_advantages or [1.0]]
+    assert found == pytest.approx([0.0] * 6, abs=1e-6) and any(found)
+
+
+def test_the_sequences_of_a_completion_are_one_path_of_tokens() -> None:
+    """The second token of the first completion, in another sequence, has no other to be compared with."""
+    run = fake_run(estimator="optimal_token_baseline")
+    run.engine.earlier = 1
+    train(run, 1)
+    [batch] = run.policy.trained
+    assert [sample.completion for sample in batch] == [0, 0, 1, 2, 2, 3, 4, 4, 5]
+    expected = [0.0, batch[1].advantage, 0.0] * PROMPTS
+    assert batch[1].advantage > 0
+    assert [value for s in batch for value in s.token_advantages or []] == pytest.approx(expected, abs=1e-6)
+
+
+WEIGHTS = {  # of log rho 0.2, -0.4, 0.8 with a threshold of 1.5: of each token, or of their mean
+    None: [1.0] * 3,
+    "token_truncate": [math.exp(0.2), math.exp(-0.4), 1.5],
+    "token_mask": [math.exp(0.2), math.exp(-0.4), 0.0],
+    "sequence_truncate": [math.exp(0.2)] * 3,
+    "sequence_mask": [math.exp(0.2), math.exp(-0.4), math.exp(0.8)],
+}
+
+
+@pytest.mark.parametrize("mode", WEIGHTS)
+def test_a_rollout_correction_weights_the_energies_of_tokens(mode: Any) -> None:
+    old = [-1.0, -2.0, -0.5]
+    engine = [-1.2, -1.6, -1.3]
+    sample = Sample([0] * 4, [False] + [True] * 3, 1.0, old_logprobs=old, rollout_logprobs=engine)
+    correction = Correction(rollout_importance_sampling_mode=mode, rollout_importance_sampling_threshold=1.5)
+    sharper = [-1.5, -3.0, -0.7]
+    plain = corrected_energies(replace(sample, rollout_logprobs=None), sharper, correction)
+    expected = [energy * weight**2 for energy, weight in zip(plain, WEIGHTS[mode], strict=True)]
+    assert corrected_energies(sample, sharper, correction).tolist() == pytest.approx(expected)
+    dropped = replace(sample, old_logprobs=[], rollout_logprobs=[])
+    assert corrected_energies(dropped, [], correction).tolist() == []
+
+
 def test_a_kl_in_the_reward_is_not_part_of_the_loss() -> None:
     run = fake_run(loss=replace(LOSS, beta=0.1), kl=kl_of(in_reward=True))
     [metrics] = train(run, 1)
@@ -258,13 +305,16 @@ def saved(loop: GRPOLoop, run: FakeRun, folder: Path, rollouts_done: int = 0) ->
 
 
 @pytest.mark.parametrize(
-    ("iterations", "teacher", "loss", "earlier"),
-    [(1, None, LOSS, 0), (2, None, LOSS, 1), (1, -2.5, LOSS, 2), (2, -2.5, LOSS, 0), (2, -2.5, SDAR, 1)],
-)
+    ("iterations", "options", "earlier"),
+    [
+        (1, {}, 0), (2, {}, 1), (1, {"teacher": -2.5}, 2), (2, {"teacher": -2.5}, 0),
+        (2, {"teacher": -2.5, "loss": SDAR}, 1), (2, {"estimator": "optimal_token_baseline"}, 1),
+    ],
+)  # fmt: skip
 def test_a_run_that_resumes_between_two_steps_of_a_rollout_trains_the_same(
-    tmp_path: Path, iterations: int, teacher: float | None, loss: LossConfig, earlier: int
+    tmp_path: Path, iterations: int, options: dict[str, Any], earlier: int
 ) -> None:
-    whole = fake_run(steps_per_generation=2, num_iterations=iterations, teacher=teacher, loss=loss)
+    whole = fake_run(steps_per_generation=2, num_iterations=iterations, **options)
     whole.engine.earlier = earlier
     loop = loop_of(whole)
     loop.train_step()
@@ -272,7 +322,7 @@ def test_a_run_that_resumes_between_two_steps_of_a_rollout_trains_the_same(
     for _ in range(2 * iterations):
         loop.train_step()
 
-    resumed = fake_run(steps_per_generation=2, num_iterations=iterations, teacher=teacher, loss=loss)
+    resumed = fake_run(steps_per_generation=2, num_iterations=iterations, **options)
     resumed.engine.earlier = earlier
     again = loop_of(resumed, steps_done=1, unfinished=unfinished)
     resumed.policy.parameter += STEP

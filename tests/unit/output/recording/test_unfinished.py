@@ -27,7 +27,8 @@ def read(folder: Path, number: int = 7, settings: dict[str, float] = SETTINGS) -
 
 def test_a_rollout_is_read_back_bit_for_bit(tmp_path: Path) -> None:
     dropped = [replace(ROLLOUT.graded[0], reward=None), *ROLLOUT.graded[1:]]
-    for rollout in (ROLLOUT, replace(ROLLOUT, graded=dropped, from_engine=True)):
+    of_tokens = replace(ROLLOUT, teacher_ratios=OLD, token_advantages=[[0.1], None, [-1 / 3], []])
+    for rollout in (ROLLOUT, replace(ROLLOUT, graded=dropped, from_engine=True), of_tokens):
         save_unfinished(tmp_path, rollout, no_images)
         assert read(tmp_path) == rollout
 
