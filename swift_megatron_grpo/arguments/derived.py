@@ -16,6 +16,7 @@ from transformers import AutoConfig
 
 from swift_megatron_grpo.arguments.refused import TAKES_IMAGES, TAKES_RECORDINGS, TAKES_VIDEOS
 from swift_megatron_grpo.data.evaluation_sets import names_of
+from swift_megatron_grpo.data.streams import Stream
 from swift_megatron_grpo.generation.protocol.model_identity import language_config, read_model_config
 from swift_megatron_grpo.grading.rewards import gym_reward
 from swift_megatron_grpo.output.checkpoints.sources import Source
@@ -177,6 +178,18 @@ class DerivedArguments(AddedFlags):
         """Number of optimizer steps that train on one rollout."""
         iterations: int = self.num_iterations
         return self.batch_sizes().steps_per_generation * iterations
+
+    @property
+    def read_of_streams(self) -> Stream | None:
+        """The part of --dataset that is read with --streaming true; None: all of it is loaded."""
+        if not self.streaming:
+            return None
+        rollouts = self.train_iters if self.rollout_only else -(-self.train_iters // self.steps_per_rollout)
+        return Stream(
+            rows=rollouts * self.batch_sizes().rollout_prompts,
+            buffer=self.shuffle_buffer_size if self.dataset_shuffle else None,
+            seed=self.data_seed,
+        )
 
     # ---- servers
 

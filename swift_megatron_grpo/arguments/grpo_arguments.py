@@ -40,6 +40,7 @@ from swift_megatron_grpo.data.checks import (
 from swift_megatron_grpo.data.encoded_rows import check_images, check_prompts, check_teacher_prompts, read_images
 from swift_megatron_grpo.data.evaluation_sets import rows_by_name
 from swift_megatron_grpo.data.files import downloaded
+from swift_megatron_grpo.data.streams import Stream
 from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE, hide_in_process_list, read_api_key
 from swift_megatron_grpo.generation.protocol.model_identity import read_model_config
 from swift_megatron_grpo.generation.requests import infer_request
@@ -161,13 +162,29 @@ class GRPOArguments(DerivedArguments):
         self.per_device_generation_batch_size = -(-plan.generation_batch_size // plan.layout.world_size)
 
     def load_dataset(self) -> tuple[Any, Any]:
+        stream = self.read_of_streams
         try:
-            with checked_loading(self.columns):
-                datasets: tuple[Any, Any] = super().load_dataset()
+            with checked_loading(self.columns, stream):
+                datasets: tuple[Any, Any] = super().load_dataset() if stream is None else self._read_streams(stream)
         except ValueError as problem:
             flags = [f"--{flag}" for flag in ("dataset", "val_dataset") if as_list(vars(self)[flag])]
             raise ValueError(f"{' or '.join(flags)}: {problem}") from problem
         return datasets
+
+    def _read_streams(self, stream: Stream) -> tuple[Any, Any]:
+        """Load the rows that the run trains of --dataset, and all rows of --val_dataset, as ms-swift loads them."""
+        options = self.get_dataset_kwargs()
+        rows, _ = load_dataset(self.dataset, shuffle=False, **options)  # the stream has shuffled them
+        whole = options | {"streaming": False, "interleave_prob": None}
+        evaluated = None
+        if self.val_dataset:
+            _, evaluated = load_dataset(
+                self.val_dataset, split_dataset_ratio=1.0, shuffle=self.val_dataset_shuffle, **whole
+            )
+        rows = rows.select(range(min(len(rows), stream.rows)))
+        repeats = ", fewer than the run trains, which repeats them" if len(rows) < stream.rows else ""
+        logger.info(f"--streaming true: {len(rows)} rows are read{repeats}")
+        return rows, evaluated
 
     def load_answers(self, template: Template) -> list[Answer]:
         """Return the encoded rows of --chord_sft_dataset. They may be as long as a prompt with its completion."""
@@ -177,7 +194,8 @@ class GRPOArguments(DerivedArguments):
         longest = None if self.max_length is None else self.max_length + self.max_completion_length
         try:
             with checked_loading():
-                rows, _ = load_dataset(sources, split_dataset_ratio=0, shuffle=False, **self.get_dataset_kwargs())
+                options = self.get_dataset_kwargs() | {"streaming": False}
+                rows, _ = load_dataset(sources, split_dataset_ratio=0, shuffle=False, **options)
             answers, left_out = encode_answers(rows, template, longest, self.truncation_strategy == "delete")
         except ValueError as problem:
             raise ValueError(f"--chord_sft_dataset: {problem}") from problem

@@ -65,7 +65,6 @@ NOT_YET: Mapping[str, Refusal] = {
     "truncation_strategy": Refusal(
         (None, "left", "delete", "raise"), "the end of a prompt is the question, and one prompt is one row", stock=False
     ),
-    "streaming": Refusal((False,), "the dataset's length must be known"),
     "packing": Refusal((False,), "completions are packed after they are generated"),
     **_all("cached_dataset cached_val_dataset", ([],), "it holds tokens, and completions need messages", stock=False),
     "data_sharding": Refusal((False,), "every rank computes the order of all prompts"),
@@ -112,6 +111,7 @@ READ_WITH: tuple[tuple[str, Callable[[Mapping[str, Any]], bool], str], ...] = (
         "--beta above 0 and --kl_in_reward false", lambda run: run["beta"] != 0 and not run["kl_in_reward"],
         "use_bias_correction_kl",
     ),
+    ("--streaming true", lambda run: run["streaming"], "shuffle_buffer_size"),
     ("--sync_ref_model true", lambda run: run["sync_ref_model"], "ref_model_sync_steps ref_model_mixup_alpha"),
     ("--kl_target", lambda run: run["kl_target"] is not None, "kl_horizon"),
     (

@@ -8,6 +8,7 @@ image_formats.py  the ways in which processors cut images, and the tokens that s
 evaluation_sets.py  the rows of each validation dataset, by its name
 images.py        image bytes, their digests, limits on what a client may send
 image_reader.py  the images of prompts as a model reads them, and their places among the tokens
+streams.py       the rows that a run reads of a dataset that it streams
 prompts.py       take prompts in an order that depends only on the seed
 recordings.py       Recordings of rows: their files, the limits on them, and the samples that engine and trainer hear.
 videos.py        Videos of rows: their files, the limits on them, and the frames that engine and trainer see.

@@ -5,8 +5,9 @@ ms-swift's preprocessors drop rows: they log the first ten faults, and the other
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from swift.dataset import AutoPreprocessor, MessagesPreprocessor, ResponsePrepro
 
 from swift_megatron_grpo.data.files import downloaded, explained, read_file
 from swift_megatron_grpo.data.images import TOOL_ROLES, with_listed_images
+from swift_megatron_grpo.data.streams import Stream
 from swift_megatron_grpo.runtime.replaced import replaced
 
 logger = logging.getLogger(__name__)
@@ -149,12 +151,12 @@ def _listed(names: Iterable[str]) -> str:
 
 
 @contextmanager
-def checked_loading(columns: Mapping[str, str] | None = None) -> Iterator[None]:
+def checked_loading(columns: Mapping[str, str] | None = None, stream: Stream | None = None) -> Iterator[None]:
     """Raise ValueError for a file that cannot be read, and for rows that ms-swift drops, with the cause.
 
     A preprocessor that was written for one dataset may filter its rows on purpose: it is only logged how many. The
     rows of others get their number. `columns`: --columns; each of its names must be a column of some dataset, or a
-    field of one.
+    field of one. `stream`: what is read of the datasets that ms-swift loads as streams.
     """
     preprocess, rename = RowPreprocessor.__call__, RowPreprocessor.safe_rename_columns
     choose = AutoPreprocessor._get_preprocessor
@@ -164,16 +166,20 @@ def checked_loading(columns: Mapping[str, str] | None = None) -> Iterator[None]:
     found: set[str] = set()
     source = "the dataset"
 
+    def first_rows(load: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+        return partial(stream.first_rows, load) if stream is not None and options["streaming"] else load
+
     def read(kind: str, data_files: str, **options: Any) -> Any:
         nonlocal source
         source = data_files
-        return read_file(load_file, kind, data_files, solutions, **options)
+        return read_file(first_rows(load_file, options), kind, data_files, solutions, **options)
 
     def named_hub(use_hf: bool | None) -> SimpleNamespace:
         def download(name: str, *arguments: Any, **options: Any) -> Any:
             nonlocal source
             source = name
-            return downloaded("file", get_hub(use_hf).load_dataset, name, *arguments, **options)
+            load = first_rows(get_hub(use_hf).load_dataset, options)
+            return downloaded("file", load, name, *arguments, **options)
 
         return SimpleNamespace(load_dataset=download)
 

@@ -316,7 +316,7 @@ def prompt_source(config: GRPOConfig, run: RunInputs, spare: bool = False, taken
     return PromptSource(
         run.train_rows,
         config.data.seed + (_SPARE_SEED if spare else 0),
-        config.data.train_dataloader_shuffle,
+        config.data.train_dataloader_shuffle if spare else config.data.shuffles,
         run.template.template_meta.default_system,
         taken,
         label="spare-" if spare else "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, Range, flag, rule
@@ -84,6 +85,13 @@ class Data(Flags):
 
     data_seed: Annotated[int | None, Range(0, 42, high=2**31 - 1, why="numpy and vLLM accept no other seeds")]
     train_dataloader_shuffle: bool
+    streaming: bool
+    shuffle_buffer_size: Annotated[int, AtLeast(1, use=1000)]
+    dataset: list[str]
+    split_dataset_ratio: float
+    save_strategy: str
+    train_iters: int | None
+    num_train_epochs: int | None
     dataset_num_proc: Annotated[int, AtLeast(1, use=1)]
     max_pixels: Annotated[int | None, AtLeast(784, use=1003520, why="an image has at least one patch")]
     truncation_strategy: Literal["left", "delete", "raise", "right", "split"] | None = flag(
@@ -99,6 +107,31 @@ class Data(Flags):
         """--data_seed, which ms-swift sets to --seed if it is left out."""
         assert self.data_seed is not None
         return self.data_seed
+
+    @property
+    def shuffles(self) -> bool:
+        """True if the order of training is random; that of a stream is the order in which it was read."""
+        return self.train_dataloader_shuffle and not self.streaming
+
+    @rule
+    def a_stream_has_no_length(self) -> Faults:
+        if not self.streaming:
+            return
+        if self.train_iters is None or self.num_train_epochs is not None:
+            yield (
+                "--streaming true reads as many rows as --train_iters trains, and knows no epochs; use --train_iters "
+                "100, and leave --num_train_epochs out"
+            )
+        if self.save_strategy == "epoch":
+            yield "--streaming true knows no epochs; use --save_strategy steps, not epoch"
+        if self.split_dataset_ratio > 0:
+            yield "--streaming true does not split a dataset; use --val_dataset, not --split_dataset_ratio"
+        for name in self.dataset:
+            if re.search("#[0-9]+$", name):
+                yield (
+                    f"--streaming true with --dataset {name}: --train_iters says how many rows are read; use "
+                    f"{name.rpartition('#')[0]}"
+                )
 
 
 class Warnings(Flags):

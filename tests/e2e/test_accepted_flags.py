@@ -70,6 +70,25 @@ def test_optimizer_states_on_cpu_start_from_a_megatron_checkpoint(
     assert same_steps(on_cpu, train(folder, dense, dataset, "on-gpu", *start, *ALL_WEIGHTS))
 
 
+IN_ORDER = ["--dataset_shuffle", "false", "--train_dataloader_shuffle", "false", "--log_completions", "true",
+            "--lr_decay_style", "constant", *ALL_WEIGHTS]  # fmt: skip
+
+
+def test_a_stream_trains_the_rows_that_a_run_without_it_trains(folder: Path, dense: Path, dataset: Path) -> None:
+    """A run that continues it for more steps reads more rows, and begins with the same ones."""
+    streamed = ["--streaming", "true", *STATES, *IN_ORDER]
+    whole = train(folder, dense, dataset, "whole", "--train_iters", "3", *IN_ORDER)
+    first = train(folder, dense, dataset, "streamed", "--train_iters", "1", *streamed)
+    source = ["--finetune", "false", "--mcore_model", str(first.folder / "checkpoint-1")]
+    rest = train(folder, dense, dataset, "streamed-on", "--train_iters", "3", *source, *streamed)
+    for step, expected in zip([*first.log, *rest.log], whole.log, strict=True):
+        assert step["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-7)
+    found = [[row["prompt"] for row in read_json_lines(run.folder / "completions.jsonl")] for run in (first, rest)]
+    expected = [row["prompt"] for row in read_json_lines(whole.folder / "completions.jsonl")]
+    assert found[0] + found[1] == expected and len(set(expected)) == len(expected) / 4 == 6
+    assert "--streaming true: 2 rows are read" in first.output and "--streaming true: 6 rows" in rest.output
+
+
 BF16 = ["--torch_dtype", "bfloat16", "--use_precision_aware_optimizer", "true"]  # as scripts use it
 
 

@@ -17,6 +17,7 @@ from swift_megatron_grpo.data.image_reader import ImageReader
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.generation.requests import infer_request
 from swift_megatron_grpo.grading.rewards import RewardError, RewardFunctions, call_reward_functions
+from swift_megatron_grpo.settings.run import Data
 from swift_megatron_grpo.types import Prompt, Rollout
 
 MOST_ROWS = 256  # that are encoded
@@ -48,7 +49,7 @@ class Reward:
 
 def read_rows(args: GRPOArguments, dataset: Any, template: Template) -> Rows:
     """Encode the first prompts, in the order of training; an image has the tokens that the engine expands it to."""
-    source = PromptSource(dataset, args.data_seed, args.train_dataloader_shuffle, template.template_meta.default_system)
+    source = PromptSource(dataset, args.data_seed, args.of(Data).shuffles, template.template_meta.default_system)
     encoder = encoder_of(template)
     prompts = source.take(min(MOST_ROWS, len(dataset)))
     lengths = [len(encoder.encode(infer_request(prompt))["input_ids"]) for prompt in prompts]

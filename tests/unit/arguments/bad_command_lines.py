@@ -309,7 +309,7 @@ _CONTRADICTIONS = """
 --ignore_args_error true --save out -> --save is a flag of ms-swift 3; use --output_dir
 --ignore_args_error true --train_type lora --qwertz 1 -> --tuner_type
 --teacher_model MODEL --loss_type real -> teacher_model & loss_type
---streaming true -> streaming
+--streaming true --num_train_epochs 1 -> streaming & --train_iters 100
 --packing true -> packing
 --loss_type real --max_tokens_per_micro_batch 100 -> max_tokens_per_micro_batch
 --tuner_type lora --lora_alpha nan -> lora_alpha

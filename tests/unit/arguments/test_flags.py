@@ -38,7 +38,8 @@ USED_HERE = _flags(
     vllm_disable_cascade_attn vllm_max_num_seqs vllm_mm_processor_cache_gb vllm_engine_kwargs rollout_quantization
     sync_check sleep_level offload_optimizer offload_model vllm_server_base_url vllm_server_host vllm_server_port
     vllm_server_timeout vllm_server_group_port vllm_enable_lora vllm_server_api_key async_generate data_seed seed
-    train_dataloader_shuffle dataset_shuffle max_length multi_turn_scheduler max_turns use_gym_env gym_env
+    train_dataloader_shuffle dataset_shuffle streaming shuffle_buffer_size max_length multi_turn_scheduler max_turns
+    use_gym_env gym_env
     vllm_server_pass_dataset resume verify_checkpoint log_completions wandb_log_unique_prompts report_to output_dir
     """
 ) | {
@@ -105,7 +106,7 @@ NO_EFFECT = _flags(
     attn_impl experts_impl device_map max_memory init_strategy
     padding_side sequence_parallel_size lazy_tokenize
 
-    shuffle_buffer_size packing_length packing_num_proc packing_strategy
+    packing_length packing_num_proc packing_strategy
     hqq_axis bnb_4bit_compute_dtype bnb_4bit_quant_type bnb_4bit_use_double_quant bnb_4bit_quant_storage
     fp8_recipe fp8_amax_history_len fp8_amax_compute_algo fp4_recipe strict_fsdp_dtensor_load
     data_parallel_sharding_strategy mtp_loss_scaling_factor mtp_decoder_input_detach mtp_shared_weights
