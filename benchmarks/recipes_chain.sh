@@ -50,7 +50,7 @@ lane() {
 }
 
 # 200 steps of 0.5 to 0.8 s, 60 s for the start, 5 evaluations and 40 s for the served weights.
-default="tool:330 full:240 boxed:240 dynamic:330 lora:240 fp8:260"
+default="tool:330 full:240 boxed:240 dynamic:330 lora:240 fp8:260 teacher:560"
 for task in equations spelling products ransom letters isomorphic syllogism; do default+=" try-$task:240"; done
 tr ' :' '\n ' <<< "${ITEMS-$default}" > "$queue"
 end=$((end - ${RESERVE:-300}))

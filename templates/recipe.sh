@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Train SmolLM2-135M-Instruct on a task of reasoning_gym, and measure it on other problems.
 #   templates/recipe.sh RECIPE FOLDER [flags of the trainer that override these]
-# RECIPE: full, lora, boxed, dynamic, tool or fp8 on one device, servers on two. FOLDER: model, problems, log and output.
+# RECIPE: full, lora, boxed, dynamic, tool, fp8 or teacher on one device, servers on two. FOLDER: model, problems, log
+# and output.
 # MODEL=NAME trains another model, and rows in FOLDER/train.jsonl and FOLDER/held_out.jsonl another task. Without a GPU,
 # steps are few and small: 64 completions of 16 tokens take 10 to 45 seconds on two cores.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-recipe=${1:?give a recipe: full, lora, boxed, dynamic, tool, fp8 or servers} folder=$(mkdir -p "$2" && cd "$2" && pwd)
+recipe=${1:?give a recipe: full, lora, boxed, dynamic, tool, fp8, teacher or servers} folder=$(mkdir -p "$2" && cd "$2" && pwd)
 shift 2
 
 sums='{"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2}'
@@ -37,11 +38,14 @@ fp8) # vLLM generates in 8 bits, and a weight per token corrects for it
     cpu_dtype=bfloat16
     flags+=(--rollout_quantization fp8 --rollout_importance_sampling_mode token_truncate)
     ;;
+teacher) # a model that `full` has trained teaches the one before training; TEACHER=FOLDER names another one
+    flags+=(--teacher_kl_coef 1)
+    ;;
 servers) # the next rollout is generated on another device while one is trained
     template=async_server.sh
     export SERVER_TP=1 SERVER_GPUS=${SERVER_GPUS-0} TRAIN_GPUS=${TRAIN_GPUS-1}
     ;;
-*) echo "recipe.sh: there is no recipe $recipe; use full, lora, boxed, dynamic, tool, fp8 or servers" >&2; exit 2 ;;
+*) echo "recipe.sh: there is no recipe $recipe; use full, lora, boxed, dynamic, tool, fp8, teacher or servers" >&2; exit 2 ;;
 esac
 
 model=()
@@ -53,6 +57,15 @@ if [ -z "${MODEL:-}" ]; then
     model=(--model_type llama --template chatml --system "$folder/system.txt")
 fi
 [ -e "$folder/train.jsonl" ] || python "$here/plugins/reasoning_task.py" "$folder" "${task[@]}"
+newest() { compgen -G "$folder/teacher/output/checkpoint-*" | sort -V | tail -1; }
+if [ "$recipe" = teacher ]; then
+    mkdir -p "$folder/teacher"
+    if [ -z "${TEACHER:-}" ] && ! newest > /dev/null; then
+        [ ${#model[@]} = 0 ] || ln -sfn ../model "$folder/teacher/model"
+        ([ ${#model[@]} = 0 ] || unset MODEL && "$here/recipe.sh" full "$folder/teacher" "$@")
+    fi
+    flags+=(--teacher_model "${TEACHER:-$(newest)}")
+fi
 rm -rf "$folder/output" # ms-swift would append to the log of the last run
 
 args=(

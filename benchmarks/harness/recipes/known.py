@@ -80,6 +80,14 @@ RECIPES = {
             "--rollout_quantization fp8 --rollout_importance_sampling_mode token_truncate",
             compared="full",
         ),
+        Recipe(
+            "teacher",
+            "A teacher in addition to rewards",
+            SUMS,
+            "A model that `full` has trained teaches the one before training. Time and cost are those of both runs.",
+            "--teacher_model --teacher_kl_coef 1",
+            compared="full",
+        ),
     )
 }
 

@@ -104,12 +104,41 @@ def test_the_template_has_every_recipe_and_refuses_another(tmp_path: Path) -> No
     (tmp_path / "train.jsonl").touch()
     for name in ("megatron", "swift"):
         (tmp_path / name).chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "MODEL": "m"}
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "MODEL": "m", "TEACHER": "t"}
     for recipe in RECIPES.values():
         printed = subprocess.check_output([template, recipe.name, tmp_path], env=environment, text=True)
         assert all(flag in printed for flag in recipe.flags.split()), recipe.name
     refused = subprocess.run([template, "none", tmp_path], env=environment, capture_output=True, text=True)
     assert refused.returncode == 2 and "there is no recipe none; use full" in refused.stderr
+
+
+def test_a_teacher_is_trained_first_and_once(tmp_path: Path) -> None:
+    """The trainer of this test only writes its flags and a checkpoint."""
+    template = REPOSITORY / "templates" / "recipe.sh"
+    (tmp_path / "megatron").write_text(
+        '#!/bin/sh\necho "$@"\nmkdir -p "$OUTPUT/checkpoint-90" "$OUTPUT/checkpoint-200"\n'
+    )
+    (tmp_path / "megatron").chmod(0o755)
+    for folder in (tmp_path, tmp_path / "teacher"):
+        folder.mkdir(exist_ok=True)
+        (folder / "model").mkdir(exist_ok=True)
+        (folder / "train.jsonl").touch()
+
+    def runs(**more: str) -> list[str]:
+        environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", **more}
+        command = [template, "teacher", tmp_path, "--seed", "7"]
+        return subprocess.check_output(command, env=environment, text=True).splitlines()
+
+    first, second = runs()
+    assert "--teacher_model" not in first and f"--model {tmp_path}/teacher/model " in first
+    assert (
+        f"--teacher_model {tmp_path}/teacher/output/checkpoint-200 " in second
+        and f"--model {tmp_path}/model " in second
+    )
+    assert all(run.endswith("--seed 7") and "--model_type llama" in run for run in (first, second))
+    assert runs() == [second]
+    [other] = runs(TEACHER="mine", MODEL="m")
+    assert "--teacher_model mine " in other and "--model m " in other and "--model_type" not in other
 
 
 def test_a_log_gives_settings_series_and_accuracies(tmp_path: Path) -> None:
