@@ -30,7 +30,10 @@ def _all(flags: str, allowed: tuple[Any, ...], why: str, stock: bool = True) -> 
     return dict.fromkeys(flags.split(), Refusal(allowed, why, stock))
 
 
-_GENERATED = "exactly the tokens that the policy generated are trained; it weights answers (--chord_sft_dataset) only"
+_GENERATED = (
+    "exactly the tokens that the policy generated are trained, all with weight 1: ms-swift's GRPO drops weights too; "
+    "answers (--chord_sft_dataset) alone have weights"
+)
 _PACKED = "sequences are always packed, without padding between them"
 _LOW_BITS = "training below 16 bits is not supported yet"
 _OVERLAP = "this overlap is not supported yet"
@@ -70,14 +73,20 @@ NOT_YET: Mapping[str, Refusal] = {
     "data_sharding": Refusal((False,), "every rank computes the order of all prompts"),
     "group_by_length": Refusal((False,), "prompts are not sorted by length", stock=False),
     # model
-    "tuner_type": Refusal(("full", "lora"), "an adapter next to a trained image part is not supported yet"),
+    "tuner_type": Refusal(
+        ("full", "lora"),
+        "a checkpoint of an adapter cannot hold the image part that lora_llm trains; --tuner_type lora --freeze_vit "
+        "false trains an adapter of it",
+    ),
     "lora_bias": Refusal(
         ("none",), "biases of the model are frozen, and an adapter is saved without them", stock=False
     ),
     "tuner_backend": Refusal(("peft",), "adapters are created with peft", stock=False),
     "task_type": Refusal((None, "causal_lm"), "the policy is a causal language model", stock=False),
     "new_special_tokens": Refusal(
-        ([],), "vLLM uses the vocabulary of the checkpoint; save the model with them once (swift export), then train it"
+        ([],),
+        "vLLM loads the checkpoint, which has no rows for them; add them once with transformers (add_special_tokens, "
+        "resize_token_embeddings, save_pretrained of model and tokenizer), and train that model",
     ),
     **_all("quant_method quant_bits", (None,), _LOW_BITS, stock=False),
     "bridge_backend": Refusal(("mcore-bridge",), "weights are converted by mcore-bridge"),
