@@ -40,6 +40,7 @@ GROWING, FLAT = Decode(0.004, 0.00003), Decode(0.0044, 0.0)  # the second one: d
 @dataclass(frozen=True)
 class Case:
     max_staleness: int = 1
+    in_flight: bool = False  # --in_flight_weight_updates: the server need not be idle to be sent weights
     groups_ahead: int = 0  # of the next rollout, started when no completion waits; one rollout staler than the rule
     uniform: float = 0.0  # share of groups that --dynamic_sample replaces
     most_draws: int = 3  # --max_resample_times
@@ -60,7 +61,7 @@ class Case:
 class Result:
     seconds: float  # of a step of training, on average
     busy: float  # share of the slots
-    staleness: float  # mean over completions, in steps
+    staleness: float  # mean over completions, in steps; that of their first tokens
     most_stale: int
     within_bound: set[int]  # rollouts in whose tails the next one could have started, by the rule
 
@@ -108,6 +109,9 @@ class Server:
             self.finish_next()
         self.seconds = end
 
+    def pause(self, seconds: float) -> None:
+        self.seconds += seconds
+
     def _run(self, steps: float) -> None:
         seconds = steps * self.decode.step(len(self._running))
         self._steps += steps
@@ -149,17 +153,23 @@ class Run:
     def _take(self, rollout: int) -> None:
         if self._started == rollout:
             self._start_rest(rollout)
+        if self.case.in_flight:
+            self._sync_if_possible(rollout)
+            self._start_what_may(rollout)
         self._wait_for(rollout)
         if self.case.draws_alone:
             self._replace_groups(rollout)
-        while self._rule.in_window(self._started, rollout):
-            while self._ahead and not self.server.is_idle:  # the other groups wait for newer weights
-                self.server.finish_next()
-            if not self._rule.may_start(self._started, self._engine_version, rollout, self.server.is_idle):
-                break
-            self._start_rest(rollout)
+        self._start_what_may(rollout)
         if not self.case.draws_alone:
             self._replace_groups(rollout)
+
+    def _start_what_may(self, training: int) -> None:
+        while self._rule.in_window(self._started, training):
+            while self._ahead and not self.server.is_idle:  # the other groups wait for newer weights
+                self.server.finish_next()
+            if not self._rule.may_start(self._started, self._engine_version, training, self._takes_weights):
+                break
+            self._start_rest(training)
 
     def _wait_for(self, rollout: int) -> None:
         while self.server.missing[rollout]:
@@ -176,14 +186,18 @@ class Run:
             self._start(self._started, self._ahead)
 
     def _start_rest(self, newest: int) -> None:
-        """Start what is left of the next rollout, with the newest weights if the server is idle."""
-        self._sync_if_idle(newest)
+        """Start what is left of the next rollout, with the newest weights if the server takes them."""
+        self._sync_if_possible(newest)
         self._start(self._started, self.case.prompts * self.case.steps - self._ahead + self.case.spare)
         self._started, self._ahead = self._started + 1, 0
 
-    def _sync_if_idle(self, newest: int) -> None:
-        if self.server.is_idle and self._engine_version != newest:
-            self.server.run(self.case.sync_seconds)
+    @property
+    def _takes_weights(self) -> bool:
+        return self.server.is_idle or self.case.in_flight
+
+    def _sync_if_possible(self, newest: int) -> None:
+        if self._takes_weights and self._engine_version != newest:
+            self.server.pause(self.case.sync_seconds)
             self._engine_version = newest
 
     def _start(self, rollout: int, groups: int, first: bool = False) -> None:
@@ -199,7 +213,7 @@ class Run:
                 return
             spare, missing = max(spare - groups, 0), max(groups - spare, 0)
             if missing:
-                self._sync_if_idle(rollout)
+                self._sync_if_possible(rollout)
                 self._start(rollout, missing, first=True)
                 self._wait_for(rollout)
 
@@ -229,6 +243,7 @@ def table() -> str:
     """Return the seconds of a step as Markdown, for both models of a server and three times of training."""
     cases = {f"0, `--steps_per_generation {steps}`": Case(max_staleness=0, steps=steps) for steps in (1, 2, 4)}
     cases |= {f"`--max_staleness {number}`": Case(max_staleness=number) for number in (1, 2, 3)}
+    cases |= {f"{number}, in flight": Case(max_staleness=number, in_flight=True) for number in (1, 2, 3)}
     for groups in (8, 32):
         cases[f"1, and {groups} groups of the next rollout in each tail"] = Case(groups_ahead=groups)
     cases["1, `--dynamic_sample`: a quarter of the groups is replaced"] = Case(uniform=0.25)

@@ -6,8 +6,9 @@ m completion tokens of a packed micro batch, s samples, k experts of a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
 from typing import Any, ClassVar, Literal
 
@@ -19,7 +20,26 @@ import torch
 # Not numpy's NDArray, which is not a class from numpy 2.5 on: messages compare the types of their fields with values.
 ExpertRows = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
+# Consecutive sampled tokens that weights of one version generated: the version, and the number of tokens.
+Span = tuple[int, int]
+
 Quantization = Literal["none", "fp8"]  # of the engine: --rollout_quantization
+
+
+def span_problem(sequences: Sequence[tuple[Sequence[Sequence[int]] | None, int]], oldest: int) -> str | None:
+    """Return why these cannot be the spans of a completion whose oldest weights are `oldest`; None: they can.
+
+    `sequences`: the spans of each, None if all of its tokens are of the oldest weights, and its sampled tokens.
+    """
+    told = [(spans, sampled) for spans, sampled in sequences if spans is not None]
+    for spans, sampled in told:
+        versions, tokens = [version for version, _ in spans], [count for _, count in spans]
+        if not versions or versions != sorted(set(versions)):
+            return f"their versions do not ascend from {oldest}"
+        if min(tokens) < 1 or sum(tokens) != sampled:
+            return f"they are not of {sampled} sampled tokens"
+    firsts = {spans[0][0] for spans, _ in told} | ({oldest} if len(told) < len(sequences) else set())
+    return None if min(firsts) == oldest else f"their versions do not ascend from {oldest}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +58,7 @@ class TokenSequence:
     completion_ids: list[int]
     logprobs: list[float] | None
     sampled: list[bool] | None = None
+    spans: list[Span] | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -63,17 +84,18 @@ class Rollout:
     logprobs: list[float] | None  # of the sampled tokens, under the engine's weights, at the sampling temperature
     text: str  # decoded completion; with several turns the last turn
     finish_reason: str  # "stop" or "length"
-    weights_version: int  # version of the weights that generated it
+    weights_version: int  # version of the weights that generated it; with several, the oldest
     sampled: list[bool] | None = None  # [c] True for tokens that the policy sampled; None: all
     messages: list[dict[str, Any]] | None = None  # with several turns: the conversation, with the last response
     infos: dict[str, Any] = field(default_factory=dict)  # rollout_infos of ms-swift's schedulers
+    spans: list[Span] | None = None  # of the last sequence's sampled tokens, in order; None: weights_version
     routed_experts: ExpertRows | None = field(default=None, compare=False)  # of the last sequence's first tokens
     earlier: tuple[TokenSequence, ...] = ()  # the other sequences of this completion
 
     @property
     def sequences(self) -> tuple[TokenSequence, ...]:
         """All sequences, each of which is trained."""
-        last = TokenSequence(self.prompt_ids, self.completion_ids, self.logprobs, self.sampled)
+        last = TokenSequence(self.prompt_ids, self.completion_ids, self.logprobs, self.sampled, self.spans)
         return *self.earlier, last
 
     @property
@@ -85,6 +107,12 @@ class Rollout:
     def length(self) -> int:
         """Number of tokens that the policy sampled."""
         return sum(sum(sequence.sampled_mask) for sequence in self.sequences)
+
+    @property
+    def spans_of_weights(self) -> list[Span]:
+        """The spans of its sampled tokens, sequence by sequence, also where there is one alone."""
+        of_sequences = (each.spans or [(self.weights_version, sum(each.sampled_mask))] for each in self.sequences)
+        return list(chain.from_iterable(of_sequences))
 
 
 @dataclass(frozen=True, slots=True)

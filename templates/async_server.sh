@@ -13,6 +13,7 @@ esac
 async=(
     --async_generate true                    # generate the next rollout while one is trained
     --max_staleness 1                        # rollouts that generation may be ahead; with 0 both alternate
+    # With long tails, and one server for each GPU: --max_staleness 2 --in_flight_weight_updates true
     # Weight each token by how far the policy has moved since it was sampled, at most by the threshold. Without these
     # flags only the ratio of the loss accounts for it.
     --rollout_importance_sampling_mode token_truncate

@@ -141,8 +141,11 @@ def serve_behind_server(flags: list[str]) -> None:
     from swift_megatron_grpo.generation.server import deploy, engine_process, routes
 
     class CheckpointRoutes(routes.RolloutRoutes):
-        def _require_weights(self, run: Any, version: int) -> None:
+        def _require_weights(self, run: Any, version: int, or_newer: bool = False) -> None:
             assert version == WEIGHTS_VERSION
+
+        async def _complete(self, run: Any, body: Any) -> dict[str, Any]:
+            return {**await super()._complete(run, body), "weights_version": WEIGHTS_VERSION}
 
     vars(deploy)["run_engine_process"] = _run_engine_process
     assert engine_process.run_engine_process is not _run_engine_process

@@ -1,7 +1,8 @@
 """The generations of a run: the rollout that is trained next, and those started ahead of it.
 
 With --max_staleness 0 a rollout starts when it is needed. Above 0, later rollouts start as soon as the engine has
-finished this one, and are generated while this one is graded and trained; run_ahead.py has the rule.
+finished this one, and are generated while this one is graded and trained; run_ahead.py has the rule. With
+--in_flight_weight_updates they start before it has: the engine is sent newer weights while it generates.
 """
 
 from collections import deque
@@ -48,6 +49,7 @@ class RolloutQueue:
         self._spares = spares
         self._started: deque[StartedRollout] = deque()  # ahead of the one that is collected
         self._engine_version = NO_WEIGHTS  # of the last weights sent
+        self._in_flight = config.in_flight_weight_updates
         self.first = ahead.first_rollout  # the number of the first one that this run generates
         self._reads_recorded = config.recording.continues and stages.dump is not None
 
@@ -80,7 +82,8 @@ class RolloutQueue:
     def start_ahead(self, training: int, step: StepContext) -> None:
         """Start the rollouts that may be generated while rollout `training` is trained."""
         while self._ahead.in_window(rollout := training + 1 + len(self._started), training):
-            if not self._ahead.may_start(rollout, self._engine_version, step.version, self._engine_is_idle()):
+            idle = self._in_flight or self._engine_is_idle()
+            if not self._ahead.may_start(rollout, self._engine_version, step.version, idle):
                 return
             self._started.append(self._start_draw(rollout, 0, self.prompts(rollout), step, {}))
 
@@ -119,12 +122,22 @@ class RolloutQueue:
             )
         return started
 
-    def _prepare_engine(self, step: StepContext) -> None:
-        """Send the newest weights to an idle engine; a busy one keeps those that it has."""
+    def _prepare_engine(self, step: StepContext, collected: Sequence[StartedRollout] = ()) -> None:
+        """Send the newest weights to an idle engine, and in flight to a busy one, which otherwise keeps those it has.
+
+        `collected`: a rollout that may be running besides those that were started ahead.
+        """
         assert self._stages.sync is not None
-        if self._engine_is_idle():
+        if self._in_flight or self._engine_is_idle():
             step.metrics.update(self._stages.sync.to_engine(step.version, step.timer))
-            self._engine_version = step.version
+            self._set_version(step.version, collected)
+
+    def _set_version(self, version: int, collected: Sequence[StartedRollout]) -> None:
+        """Remember that these weights may generate the completions that are missing."""
+        self._engine_version = version
+        for rollout in (*collected, *self._started):
+            if rollout.missing:
+                rollout.versions.add(version)
 
     def _generate(self, started: StartedRollout, requests: list[Request], sampling: SamplingConfig) -> None:
         engine = self._stages.generation
@@ -174,8 +187,13 @@ class RolloutQueue:
     def collect(
         self, started: StartedRollout, step: StepContext, ahead_of: int | None = None
     ) -> Iterator[dict[int, Rollout]]:
-        """Yield whole groups as they finish. Before the last ones, release the engine and start rollouts ahead."""
-        if started.generation is None and ahead_of is not None:
+        """Yield whole groups as they finish. Before the last ones, release the engine and start rollouts ahead.
+
+        With weights in flight, rollouts ahead start before the first ones.
+        """
+        if self._in_flight and started.missing:
+            self._prepare_engine(step, [started])
+        if ahead_of is not None and (self._in_flight or started.generation is None):
             self.start_ahead(ahead_of, step)
         while started.kept or started.missing:
             assert self._stages.generation is not None
@@ -202,16 +220,15 @@ class RolloutQueue:
         if any(progress.needs_weights for progress in gathered):
             assert self._stages.sync is not None
             self._stages.sync.resend(step.version, step.timer)
-            self._engine_version = step.version
-            for rollout in (started, *self._started):
-                if rollout.missing:  # newer weights generate the rest, if no server has those of its start any more
-                    rollout.versions.add(step.version)
+            # newer weights generate the rest, if no server has those of its start any more
+            self._set_version(step.version, [started])
         finished = {
             index: replace(completion, prompt=started.prompts[index // started.group_size])
             for progress in gathered
             for index, completion in progress.finished.items()
         }
-        unexpected = {rollout.weights_version for rollout in finished.values()} - started.versions
+        used = {version for rollout in finished.values() for version, _ in rollout.spans_of_weights}
+        unexpected = used - started.versions
         if unexpected:
             raise RuntimeError(
                 f"completions of weights {sorted(unexpected)} were returned instead of "

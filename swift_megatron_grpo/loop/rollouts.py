@@ -52,9 +52,7 @@ class Rollouts:
         else:
             graded, _ = self._draw(rollout, 0, prompts, step, ahead_of=rollout)
         if self._ahead.max_staleness:
-            stale = [self._ahead.staleness(rollout, completion.rollout.weights_version) for completion in graded]
-            step.metrics["rollout/staleness"] = sum(stale) / len(stale)
-            step.metrics["rollout/staleness_max"] = max(stale)
+            step.metrics.update(self._ahead.metrics(rollout, [completion.rollout for completion in graded]))
         return graded
 
     def evaluate(self, prompts: Sequence[Prompt], evaluation: EvaluationConfig, step: StepContext) -> list[Graded]:

@@ -5,7 +5,10 @@ of optimizer steps behind them. The staleness of a rollout is the number of roll
 generate it and itself; in a synchronous run it is 0.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from swift_megatron_grpo.types import Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +29,24 @@ class RunAhead:
         first_step = self.first_version + (rollout - self.first_rollout) * self.steps_per_rollout
         return first_step < self.total_steps and rollout - training <= self.max_staleness
 
+    def metrics(self, number: int, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Return the staleness of the completions of a rollout; that of one is the mean over its sampled tokens."""
+        spans = [rollout.spans_of_weights for rollout in rollouts]
+        stale = [[(self.staleness(number, version), tokens) for version, tokens in parts] for parts in spans]
+        means = [
+            sum(age * tokens for age, tokens in parts) / max(sum(tokens for _, tokens in parts), 1) for parts in stale
+        ]
+        return {
+            "rollout/staleness": sum(means) / len(means),
+            "rollout/staleness_max": max(age for parts in stale for age, _ in parts),
+            "rollout/weight_versions": sum(map(len, spans)) / len(spans),
+        }
+
     def may_start(self, rollout: int, engine_version: int, newest: int, idle: bool) -> bool:
         """Return True if the weights that would generate a rollout in the window are new enough.
 
-        An idle engine is sent the newest weights first. A busy engine keeps its weights; if they are too old for this
-        rollout, it waits until the engine is idle.
+        An idle engine is sent the newest weights first, and in flight a busy one as well. Otherwise it keeps its
+        weights; if they are too old for this rollout, it waits until the engine is idle.
         """
         version = newest if idle else engine_version
         return self.staleness(rollout, version) <= self.max_staleness

@@ -21,6 +21,14 @@ class Asynchronous(Flags):
         "training alternate, as without --async_generate. docs/async.md describes the effect on the loss. Default: 1.",
         example="2",
     )
+    in_flight_weight_updates: bool = flag(
+        False,
+        "With --async_generate true: send newer weights to the servers while they generate. Completions continue "
+        "with them, and keep their tokens and cache, so no rollout waits for the last completions of another one. "
+        "--max_staleness then bounds the oldest token of a completion. docs/async.md has the details. Default: false.",
+    )
+    seed_completions: bool
+    vllm_enable_lora: bool
     old_logprobs: OldLogprobs
     vllm_mode: str | None
     rollout_replay: str | None
@@ -36,6 +44,25 @@ class Asynchronous(Flags):
             yield (
                 f"--max_staleness {self.max_staleness} limits how far generation may be ahead with --async_generate "
                 "true; add that flag, or leave this one out"
+            )
+
+    @rule
+    def weights_in_flight(self) -> Faults:
+        if not self.in_flight_weight_updates:
+            return
+        this = "--in_flight_weight_updates true"
+        if not self.async_generate:
+            yield f"{this} updates servers that generate during training; add --async_generate true, or leave it out"
+        if self.seed_completions and self.rollouts_ahead:
+            yield (
+                f"{this} lets the clock decide which weights sample a token, and --seed_completions true makes "
+                "completions repeatable; use --seed_completions false (--rollout_dump and --rollout_replay repeat such "
+                "a run), or --max_staleness 0, with which no weights arrive in flight"
+            )
+        if self.vllm_enable_lora:
+            yield (
+                f"{this} loads the model's weights, and --vllm_enable_lora true sends the adapter alone; use "
+                "--vllm_enable_lora false"
             )
 
     @rule

@@ -74,6 +74,7 @@ class ServerConfig:
     videos: int = 0  # the most in a row
     returns_experts: bool = False  # this run requests which experts the servers' routers choose
     quantization: Quantization = "none"  # that the servers must have as well
+    updates_in_flight: bool = False  # weights are sent to servers that generate, which continue with them
 
     @property
     def least_length(self) -> int:
@@ -156,4 +157,5 @@ class GRPOConfig(flag.Flags):
     vocabulary: int  # rows of the model's embedding, which bound the tokens of a replay
     turns: MultiTurnConfig | None  # conversations in the training processes; None: single turns
     max_staleness: int  # rollouts that generation may be ahead of training; 0: the two alternate
+    in_flight_weight_updates: bool  # an engine is sent newer weights while it generates
     trace_steps: tuple[int, int] | None  # first and last; None: no trace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tests.support.servers import KEY, RolloutServer
 pytestmark = pytest.mark.e2e
 EXACT = ["--torch_dtype", "float32", "--fp16", "false", "--seed_completions", "true"]
 AHEAD = ["--async_generate", "true"]
+IN_FLIGHT = [*AHEAD, "--max_staleness", "2", "--seed_completions", "false", "--in_flight_weight_updates", "true"]
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +64,9 @@ def test_at_staleness_0_the_run_is_bitwise_equal_to_a_synchronous_one(
              "--train_iters", "6", "--save_steps", "6", "--tuner_type", "lora", "--lr", "1e-2"]  # fmt: skip
     runs = [
         train(dense, dataset, folder / "synchronous", server, flags),
-        train(dense, dataset, folder / "staleness 0", server, [*flags, *AHEAD, "--max_staleness", "0"]),
-    ]
+        train(dense, dataset, folder / "staleness 0", server,
+              [*flags, *AHEAD, "--max_staleness", "0", "--in_flight_weight_updates", "true"]),
+    ]  # fmt: skip
     synchronous, ahead = (numbers(run) for run in runs)
     assert ahead == synchronous and len(synchronous) == 6
     saved, saved_ahead = ((run.last_checkpoint / "adapter_model.safetensors").read_bytes() for run in runs)
@@ -99,6 +102,27 @@ def test_one_rollout_ahead_has_staleness_1_and_can_be_replayed(
     assert server.request("GET", Routes.STATUS)["weights_version"] in (4, 6, 8)
 
     replay = megatron_rlhf(dense, dataset, folder / "replay", 2, [*EXACT, *flags, "--rollout_replay", str(rollouts)])
+    assert replay.code == 0, replay.output[-4000:]
+    assert numbers(replay, "actor/approxkl") == numbers(run, "actor/approxkl")
+
+
+def test_weights_in_flight_reach_completions_that_are_being_generated(
+    folder: Path, dense: Path, dataset: Path, server: RolloutServer
+) -> None:
+    """Completions have tokens of several versions, none of them too stale, and a replay has the same numbers."""
+    rollouts = folder / "rollouts in flight"
+    flags = ["--train_iters", "8", "--save_steps", "100", "--lr", "3e-3", "--max_completion_length", "200"]
+    run = train(dense, dataset, folder / "in flight", server, [*flags, *IN_FLIGHT, "--rollout_dump", str(rollouts)])
+    assert len(run.log) == 8 and max(step["rollout/staleness_max"] for step in run.log) == 2
+    assert max(step["rollout/weight_versions"] for step in run.log) > 1
+    dumped = [read_json_lines(file) for file in sorted(rollouts.glob("rollout-*.jsonl"))]
+    for number, rows in enumerate(dumped):
+        used = {version for row in rows for version, _ in row.get("spans", [[row["weights_version"], 0]])}
+        assert number - 2 <= min(used) and max(used) <= number
+    assert len({row["prompt_id"] for rows in dumped for row in rows}) * 4 == sum(map(len, dumped)) == 8 * 8
+
+    replayed = ["--rollout_replay", str(rollouts)]
+    replay = megatron_rlhf(dense, dataset, folder / "replay in flight", 2, [*EXACT, *flags, *replayed])
     assert replay.code == 0, replay.output[-4000:]
     assert numbers(replay, "actor/approxkl") == numbers(run, "actor/approxkl")
 
@@ -167,6 +191,54 @@ def test_a_run_survives_a_restart_of_its_only_server(
     assert 3 in used[3] <= {2, 3} and used[4] == {3}
     dumped = pandas.concat(pandas.read_json(file, lines=True) for file in rollouts.glob("*.jsonl"))
     assert (dumped.groupby("prompt_id").size() == 4).all() and len(dumped) == 5 * 32
+
+
+@pytest.mark.slow
+def test_a_server_killed_in_the_middle_of_an_update_loses_nothing(folder: Path, dense: Path, dataset: Path) -> None:
+    killed, rollouts = folder / "killed", folder / "rollouts of a killed server"
+    plugin = ["--external_plugins", str(PLUGINS / "ends_in_update.py")]
+    server = RolloutServer(dense, folder / "killed server.txt", plugin, environment={"ENDED": str(killed)})
+    restarted: list[str] = []
+
+    def restart(line: str) -> None:
+        if "is lost" in line and not restarted:
+            restarted.append(line)
+            server.start()
+
+    try:
+        server.start().wait()
+        run = train(dense, dataset, folder / "killed in flight", server,
+                    ["--train_iters", "8", "--save_steps", "100", "--max_completion_length", "200", *IN_FLIGHT,
+                     "--vllm_server_timeout", "600", "--rollout_dump", str(rollouts)], on_line=restart)  # fmt: skip
+    finally:
+        server.stop()
+    assert restarted and any(json.loads(killed.read_text())) and "is back after" in run.output
+    dumped = [read_json_lines(file) for file in sorted(rollouts.glob("rollout-*.jsonl"))]
+    assert len(run.log) == len(dumped) == 8 and max(step["rollout/staleness_max"] for step in run.log) <= 2
+    assert len({row["prompt_id"] for rows in dumped for row in rows}) * 4 == sum(map(len, dumped)) == 8 * 8
+
+
+@pytest.mark.slow
+def test_a_server_that_never_finishes_an_update_ends_the_run(folder: Path, dense: Path, dataset: Path) -> None:
+    hung = folder / "hung"
+    plugin = ["--external_plugins", str(PLUGINS / "ends_in_update.py")]
+    variables = {"ENDED": str(hung), "HANGS": "1"}
+    server = RolloutServer(dense, folder / "hung server.txt", plugin, environment=variables)
+    try:
+        server.start().wait()
+        run = megatron_rlhf(dense, dataset, folder / "hung in flight", 2,
+                            [*EXACT, "--vllm_mode", "server", "--vllm_server_base_url", server.url, *IN_FLIGHT,
+                             "--train_iters", "8", "--max_completion_length", "200", "--vllm_request_timeout", "15",
+                             "--vllm_server_timeout", "10"], {API_KEY_VARIABLE: KEY})  # fmt: skip
+    finally:
+        server.kill()
+    assert run.code != 0 and any(json.loads(hung.read_text()))
+    assert re.search(
+        r"no rollout server has answered for 1\d s \(--vllm_server_timeout 10\): http://\S+: it has not loaded the "
+        r"weights within 15 s \(--vllm_request_timeout\); it is not used again before it is restarted. Start `swift "
+        "rollout` again, then resume this run from its last checkpoint",
+        run.output,
+    ), run.output[-4000:]
 
 
 @pytest.mark.slow

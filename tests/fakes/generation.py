@@ -28,16 +28,18 @@ class Engine:
     events: list[str] = field(default_factory=list)
     rounding: float | None = None  # of the weight sync
     earlier: int = 0  # sequences of the first completion of every group, before its last one
+    in_flight: bool = False  # weights arrive while it generates
 
     def generate(self, requests: Sequence[Request], group_size: int, sampling: SamplingConfig) -> Generation:
         self.events.append("generate")
         self.requested.append(list(requests))
         self.with_logprobs.append(sampling.logprobs)
-        self.generations.append(Generation(self, list(requests), group_size))
+        self.generations.append(Generation(self, list(requests), group_size, self.version))
         return self.generations[-1]
 
     def to_engine(self, version: int, timer: PhaseTimer) -> dict[str, float]:
-        assert not any(generation.is_running for generation in self.generations), "new weights while it generates"
+        running = any(generation.is_running for generation in self.generations)
+        assert self.in_flight or not running, "new weights while it generates"
         self.events.append(f"sync {version}")
         self.version = version
         self.synced.append(version)
@@ -59,6 +61,7 @@ class Generation:
     engine: Engine
     requests: list[Request]
     group_size: int
+    version: int  # of the weights that it started with
 
     @property
     def is_running(self) -> bool:
@@ -76,7 +79,10 @@ class Generation:
 
     def _complete(self, request: Request) -> Rollout:
         token = 2 if request.seed is None else request.seed % 97
-        prompt = request.prompt
+        prompt, newest = request.prompt, self.engine.version
+        if self.engine.in_flight and newest != self.version:
+            spans = [(self.version, 1), (newest, 2)]
+            return Rollout(prompt, [1], [token] * 3, [LOGPROB] * 3, prompt.prompt_id, "stop", self.version, spans=spans)
         earlier = self.engine.earlier if request.place == 0 else 0
         others = tuple(TokenSequence([1, 9], [number], [LOGPROB]) for number in range(earlier))
-        return Rollout(prompt, [1], [token], [LOGPROB], prompt.prompt_id, "stop", self.engine.version, earlier=others)
+        return Rollout(prompt, [1], [token], [LOGPROB], prompt.prompt_id, "stop", newest, earlier=others)

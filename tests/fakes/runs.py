@@ -154,6 +154,7 @@ def fake_run(
     rounding: float | None = None,
     top_entropy_quantile: float = 1.0,
     dropped: int = 0,
+    in_flight: bool = False,
     teacher: float | None = None,
     spare_groups: int | None = 0,
     chord: Chord = Chord(),  # noqa: B008, frozen
@@ -166,7 +167,7 @@ def fake_run(
     """
     events: list[str] = []
     logged: list[Graded] = []
-    engine = Engine(events=events, rounding=rounding)
+    engine = Engine(events=events, rounding=rounding, in_flight=in_flight)
     policy = Policy(events)
     loss = loss or LossConfig(loss_type="grpo", epsilon=0.2, epsilon_high=0.2, beta=0.0)
     size = GROUP * PROMPTS
@@ -176,6 +177,7 @@ def fake_run(
             steps_per_generation=steps_per_generation, global_batch_size=size // steps_per_generation,
         ),
         num_iterations=num_iterations, max_staleness=max_staleness, top_entropy_quantile=top_entropy_quantile,
+        in_flight_weight_updates=in_flight,
         grading=GradingConfig(
             num_generations=GROUP, reward_names=("length",), reward_weights=(1.0,),
             advantage_estimator=estimator, scale_rewards=ESTIMATORS[estimator].scale_rewards,

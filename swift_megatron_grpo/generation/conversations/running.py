@@ -34,6 +34,7 @@ from swift_megatron_grpo.generation.conversations.turns import (
     turn_seed,
 )
 from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS, Completion, InvalidRequest, SentSequence
+from swift_megatron_grpo.types import Span
 
 
 class NoRoom(Exception):
@@ -45,6 +46,7 @@ class TurnRecorder:
         self.recorded: list[Turn] = []
         self._tokens_of_all_turns = tokens_of_all_turns
         self.continues = False  # the last turn continued the assistant message of the turn before
+        self.spans: list[Span] | None = None  # of the last turn, from the engine
         self._seed, self._logprobs = sampling.seed, sampling.logprobs
         self._requested = 0
         self._ended = False
@@ -85,7 +87,7 @@ class TurnRecorder:
                 ) from None
             self._ended = True
             return empty_response(request)
-        self.recorded.append(to_turn(response))
+        self.recorded.append(replace(to_turn(response), spans=self.spans))
         return response
 
 
@@ -204,9 +206,11 @@ def finish(outputs: Sequence[RolloutOutput], turns: Sequence[Turn], decode: Call
         sampled=last.sampled,
         messages=messages,
         infos={**output.rollout_infos, "num_turns": len(turns), **lost},
+        spans=last.spans,
         routed_experts=last.routed_experts,
         earlier=tuple(
-            SentSequence(each.prompt_ids, each.completion_ids, each.logprobs, each.sampled) for each in earlier
+            SentSequence(each.prompt_ids, each.completion_ids, each.logprobs, each.sampled, each.spans)
+            for each in earlier
         ),
     )
 

@@ -7,10 +7,10 @@ and a token of an earlier turn is at the position where it was sampled if that t
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import takewhile
+from itertools import groupby, takewhile
 from operator import eq
 
-from swift_megatron_grpo.types import ExpertRows
+from swift_megatron_grpo.types import ExpertRows, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,7 @@ class Turn:
     completion_ids: list[int]
     logprobs: list[float] | None  # of completion_ids
     routed_experts: ExpertRows | None = None  # of the prompt and all but the last sampled token, if they are reported
+    spans: list[Span] | None = None  # of completion_ids; None: one version of the weights generates all requests
 
     @property
     def tokens(self) -> list[int]:
@@ -49,6 +50,7 @@ class Conversation:
     logprobs: list[float] | None  # of the sampled tokens; None: a turn came without, also if none of it is left
     lost_turns: int  # turns that the scheduler has rewritten or removed: the policy never saw the new text
     routed_experts: ExpertRows | None = None  # of all tokens but the last: the prompt of the last turn has the others
+    spans: list[Span] | None = None  # of the sampled tokens
 
 
 def turn_seed(seed: int | None, number: int) -> int | None:
@@ -73,6 +75,7 @@ def join(turns: Sequence[Turn], messages: Sequence[Message] = ()) -> Conversatio
     tokens = turns[-1].prompt_ids + turns[-1].completion_ids
     has_logprobs = all(len(turn.logprobs or ()) == len(turn.completion_ids) for turn in turns)
     sampled, logprobs = set[int](), dict[int, float]()  # positions of sampled tokens, and their log-probs
+    versions = dict[int, int]()  # of the weights, by position
     lost = 0
     for turn in turns:
         start = len(turn.prompt_ids)
@@ -83,6 +86,8 @@ def join(turns: Sequence[Turn], messages: Sequence[Message] = ()) -> Conversatio
         positions = range(start, start + kept)
         sampled.update(positions)
         logprobs.update(zip(positions, turn.logprobs or (), strict=False))
+        of_tokens = (version for version, count in turn.spans or () for _ in range(count))
+        versions.update(zip(positions, of_tokens, strict=False))
     sampled.difference_update(_masked_positions(tokens, turns, messages))
     begin = min(sampled, default=len(turns[-1].prompt_ids))
     return Conversation(
@@ -92,6 +97,11 @@ def join(turns: Sequence[Turn], messages: Sequence[Message] = ()) -> Conversatio
         logprobs=[logprobs[position] for position in sorted(sampled)] if has_logprobs else None,
         lost_turns=lost,
         routed_experts=turns[-1].routed_experts,
+        spans=[
+            (version, len(list(same))) for version, same in groupby(versions[position] for position in sorted(sampled))
+        ]
+        if versions
+        else None,
     )
 
 

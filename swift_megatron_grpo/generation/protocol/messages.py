@@ -23,7 +23,7 @@ from swift_megatron_grpo.packing.expert_rows import decode_rows, encode_rows
 from swift_megatron_grpo.types import ExpertRows
 
 T = TypeVar("T")
-PROTOCOL = 17  # increased by every change that is not compatible
+PROTOCOL = 18  # increased by every change that is not compatible
 NO_WEIGHTS = -1  # version of a server that has the checkpoint's weights, or newer ones only in part
 RUN_HEADER = "X-GRPO-Run"  # the name of the run that sends a request; the status shows it
 RUN_SECRET_HEADER = "X-GRPO-Run-Secret"  # proves that the request is from that run; no server reports it
@@ -121,6 +121,8 @@ Messages = Annotated[
 Infos = Annotated[
     dict[str, Any], BeforeValidator(_decoded), PlainSerializer(partial(as_json, "rollout_infos of the conversation"))
 ]
+# Versions of weights, each with the number of sampled tokens that it generated. None: all are of weights_version.
+Spans = list[tuple[StrictInt, StrictInt]] | None
 Experts = Annotated[ExpertRows | None, PlainValidator(decode_rows), PlainSerializer(encode_rows)]
 
 
@@ -132,6 +134,7 @@ class SentSequence:
     completion_ids: Tokens
     logprobs: Logprobs | None
     sampled: Mask
+    spans: Spans = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +144,8 @@ class Completion:
     logprobs: Logprobs | None
     text: str
     finish_reason: str
-    weights_version: StrictInt
+    weights_version: StrictInt  # of its weights; of several, the oldest
+    spans: Spans = None  # of its last sequence
     # Conversations only:
     sampled: Mask | None = None  # True for those of completion_ids that the policy sampled
     messages: Messages = None
@@ -149,6 +153,12 @@ class Completion:
     earlier: tuple[SentSequence, ...] = ()  # sequences before the last one, whose tokens are those above
     # of the prompt and all but the last token, [t - 1, layers, k], if the request asked for them
     routed_experts: Experts = field(default=None, compare=False)
+
+    @property
+    def newest_version(self) -> int:
+        """The version of the newest weights that generated a part of it."""
+        of_sequences = [self.spans, *(each.spans for each in self.earlier)]
+        return max([self.weights_version, *(spans[-1][0] for spans in of_sequences if spans)])
 
     def to_json(self) -> dict[str, Any]:
         """Return the completion in JSON types."""
@@ -188,6 +198,7 @@ class ServerStatus:
     videos_per_prompt: StrictInt
     quantization: str  # its --rollout_quantization
     returns_experts: StrictBool  # it can report which experts its routers choose
+    updates_in_flight: StrictBool  # it can load weights while it generates
     conversations: ConversationSettings | None  # None: a completion is one turn
     model: dict[str, Any]  # values of its config.json that must equal the trainer's
 

@@ -44,6 +44,11 @@ def problems_of(status: ServerStatus, config: ServerConfig) -> list[str]:
         ),
         "it was started with max_logprobs 0 in --vllm_engine_kwargs, so it cannot return the log-probs of sampled "
         "tokens, which measure how far the policy has moved since; leave that setting out": status.max_logprobs == 0,
+        "it loads weights only while it generates nothing, because its engine runs on several devices or takes media, "
+        "and --in_flight_weight_updates true updates it while it generates; start one `swift rollout` per GPU, with "
+        """--vllm_limit_mm_per_prompt '{"image": 0, "video": 0, "audio": 0}', or leave that flag out""": (
+            config.updates_in_flight and not status.updates_in_flight
+        ),
         "it does not report the experts that its routers choose, which --router_replay_mode R3 and "
         "--router_agreement_samples read; start it with --vllm_engine_kwargs "
         """'{"enable_return_routed_experts": true}'""": config.returns_experts and not status.returns_experts,

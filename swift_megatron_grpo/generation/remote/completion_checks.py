@@ -5,22 +5,33 @@ import math
 from swift_megatron_grpo.data.images import is_portable
 from swift_megatron_grpo.generation.protocol.messages import Completion, SentSequence
 from swift_megatron_grpo.settings.config import SamplingConfig, ServerConfig
+from swift_megatron_grpo.types import span_problem
 
 _ROUNDING = 1e-3  # a log-prob of 0 may be rounded up
 _FINISH_REASONS = ("stop", "length")
 
 
 def problem_of(
-    completion: Completion, weights_version: int, max_model_len: int, sampling: SamplingConfig, run: ServerConfig
+    completion: Completion,
+    versions: range,
+    max_model_len: int,
+    sampling: SamplingConfig,
+    run: ServerConfig,
 ) -> str | None:
-    """Return what is wrong with a completion, None if it can be trained. `max_model_len`: of its server."""
+    """Return what is wrong with a completion, None if it can be trained.
+
+    `versions`: those that its weights can have, `max_model_len`: of its server.
+    """
+    sequences: list[Completion | SentSequence] = [completion, *completion.earlier]
+    oldest, newest = completion.weights_version, completion.newest_version
+    expected = str(versions[0]) if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
+    spans = span_problem([(each.spans, _sampled(each)) for each in sequences], oldest)
     of_all = {
-        f"its weights have version {completion.weights_version}, not {weights_version}": (
-            completion.weights_version != weights_version
-        ),
+        f"its weights have version {oldest}, not {expected}": oldest not in versions,
+        f"its last weights have version {newest}, not {expected}": newest not in versions,
+        f"it has spans, and {spans}": spans is not None,
         f"its finish_reason is {completion.finish_reason[:40]!r}": completion.finish_reason not in _FINISH_REASONS,
     }
-    sequences: list[Completion | SentSequence] = [completion, *completion.earlier]
     of_tokens = [_problems_of_tokens(sequence, sampling, run.model.get("vocab_size")) for sequence in sequences]
     if run.turns is None:
         of_kind = _problems_of_one_turn(completion, sampling.max_completion_length, max_model_len)
@@ -31,11 +42,19 @@ def problem_of(
     return next((problem for problem, is_present in problems if is_present), None)
 
 
+def _sampled(sequence: Completion | SentSequence) -> int:
+    return len(sequence.completion_ids) if sequence.sampled is None else sum(sequence.sampled)
+
+
 def _problems_of_tokens(
     sequence: Completion | SentSequence, sampling: SamplingConfig, vocabulary: int | None
 ) -> dict[str, bool]:
-    prompt, tokens, logprobs = sequence.prompt_ids, sequence.completion_ids, sequence.logprobs
-    sampled = len(tokens) if sequence.sampled is None else sum(sequence.sampled)
+    prompt, tokens, logprobs, sampled = (
+        sequence.prompt_ids,
+        sequence.completion_ids,
+        sequence.logprobs,
+        _sampled(sequence),
+    )
     return {
         "it has no prompt": not prompt,
         f"a token is not in the vocabulary of {vocabulary}": (

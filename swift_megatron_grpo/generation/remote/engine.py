@@ -26,7 +26,7 @@ from swift_megatron_grpo.generation.remote.servers import (
     do_nothing,
 )
 from swift_megatron_grpo.generation.remote.weight_sender import WeightConnection, WeightSender
-from swift_megatron_grpo.runtime.http import Refused, ServerFailure
+from swift_megatron_grpo.runtime.http import Refused, RequestTimeout, ServerFailure
 from swift_megatron_grpo.settings.config import SamplingConfig, ServerConfig
 from swift_megatron_grpo.types import ScoredText
 from swift_megatron_grpo.weights.transport.buckets import NamedWeights
@@ -42,6 +42,7 @@ class _Transfer(NamedTuple):
     server: Server
     connection: WeightConnection
     response: Future[dict[str, Any]]
+    in_flight: bool  # the server continues its requests
 
 
 class RemoteVllm:
@@ -135,18 +136,18 @@ class RemoteVllm:
             self._sender.send(weights, [], adapter)
             return
         began = time.monotonic()
-        self._version = version
+        self._version = self._servers.newest = version
         recipients = [server for server in self._recipients if not server.is_lost]
         transfers, problems = self._begin(
             recipients, {"version": version, "lora": adapter is not None, "collect_checksums": collect_checksums}
         )
         failures = self._sender.send(weights, [transfer.connection for transfer in transfers], adapter)
-        for (server, connection, response), failure in zip(transfers, failures, strict=True):
+        for (server, connection, response, in_flight), failure in zip(transfers, failures, strict=True):
             problem = self._end(server, response, failure)
             if problem is not None:
                 problems.append(f"{server.url}: {problem}")
             elif server.connection is connection:  # it was not lost in the meantime
-                server.received(version, collect_checksums)
+                server.received(version, collect_checksums, in_flight)
         self._failed_syncs = [*self._failed_syncs, "; ".join(problems)] if problems else []
         logger.info(f"weights {version} sent to {len(transfers)} servers in {time.monotonic() - began:.2f} s")
 
@@ -154,6 +155,7 @@ class RemoteVllm:
         """Request servers to receive weights; return transfers to those that are ready, and others' failures."""
         assert self._events is not None
         transfers, problems = list[_Transfer](), list[str]()
+        has_requests = any(generation.is_running for generation in self._generations)
         limit = self._config.timeout
         for server in servers:
             try:
@@ -170,9 +172,11 @@ class RemoteVllm:
                     reason = "this machine must reach the port that --vllm_server_group_port sets (any port by default)"
                     problems.append(f"{server.url}: connecting for weights failed ({failure}); {reason}")
                 continue
-            response = self._events.submit(server.client.receive(payload, timeout=self._config.request_timeout))
+            in_flight = self._config.updates_in_flight and has_requests and server.verified
+            receiving = server.client.receive(payload | {"in_flight": in_flight}, timeout=self._config.request_timeout)
+            response = self._events.submit(receiving)
             response.add_done_callback(partial(_close_if_failed, connection))
-            transfers.append(_Transfer(server, connection, response))
+            transfers.append(_Transfer(server, connection, response, in_flight))
         return transfers, problems
 
     def _end(self, server: Server, response: Future[dict[str, Any]], failure: Exception | None) -> str | None:
@@ -186,7 +190,11 @@ class RemoteVllm:
             if isinstance(error, Refused) and error.status not in SERVER_UNUSABLE:
                 server.drop_connection()
                 return str(error)
-            self._events.run(self._mark_lost(server, f"it failed while weights were sent: {error}"))
+            if isinstance(error, RequestTimeout):  # weights that are sent again would wait for the same engine
+                limit = f"{self._config.request_timeout:.0f} s (--vllm_request_timeout)"
+                self._events.run(self._exclude(server, f"it has not loaded the weights within {limit}"))
+            else:
+                self._events.run(self._mark_lost(server, f"it failed while weights were sent: {error}"))
             return None
         if failure is not None:
             server.drop_connection()
@@ -195,6 +203,9 @@ class RemoteVllm:
 
     async def _mark_lost(self, server: Server, reason: str) -> None:
         self._servers.mark_lost(server, reason)
+
+    async def _exclude(self, server: Server, reason: str) -> None:
+        self._servers.exclude(server, reason)
 
     # ---- verification of weights
 
@@ -206,9 +217,7 @@ class RemoteVllm:
     def invalidate_weights(self) -> None:
         """Discard the last weights sent, except on servers that passed an earlier check and may be generating."""
         if self._events is not None:
-            for server in self._servers.with_weights(self._version):
-                if not server.verified:
-                    server.invalidate_weights()
+            self._events.run(self._servers.invalidate_unverified(self._version))
 
     def start_scoring(self, text: ScoredText) -> Callable[[], dict[str, list[float]]]:
         files = {"image": text.image, "recording": text.recording, "video": text.video}

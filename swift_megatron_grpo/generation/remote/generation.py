@@ -54,8 +54,11 @@ logger = get_logger()
 class _Payloads:
     """Requests in JSON types. The completions of a prompt share its request and its images, which are read once."""
 
-    def __init__(self, sampling: SamplingConfig, has_turns: bool, videos: Mapping[str, list[bytes]]) -> None:
+    def __init__(
+        self, sampling: SamplingConfig, has_turns: bool, newer_weights: bool, videos: Mapping[str, list[bytes]]
+    ) -> None:
         """`videos`: what servers are sent of those of each prompt; sampling them here would hold up the event loop."""
+        self._newer_weights = newer_weights
         self._videos = {name: [(digest_of(file), file) for file in files] for name, files in videos.items()}
         self._sampling = sampling
         self._has_turns = has_turns
@@ -92,6 +95,7 @@ class _Payloads:
             "video_digests": [digest for digest, _ in self._videos.get(name, ())],
             "experts": request.returns_experts,
             "weights_version": version,
+            "newer_weights": self._newer_weights,
         }
 
 
@@ -122,7 +126,9 @@ class RemoteGeneration:
         self._lost_requests = LostRequests()
         rows = {request.prompt.prompt_id: request.prompt.row for request in requests}
         videos = {name: shown_videos(template, row) for name, row in rows.items()} if template else {}
-        self._payloads = _Payloads(sampling, servers.config.turns is not None, videos)
+        self._payloads = _Payloads(sampling, servers.config.turns is not None, servers.config.updates_in_flight, videos)
+        # Completions that wait for the check of the weights that generated their last tokens.
+        self._unverified: list[tuple[int, Server, Completion, int]] = []
         self._failure: BaseException | None = None
         self._wake_up = asyncio.Event()  # of `_run`: a request ended, a server came or went, or `stop` was called
         self._advanced = asyncio.Event()  # of `_next`: `_run` has woken up or ended
@@ -165,6 +171,8 @@ class RemoteGeneration:
         """
         if not self._dispatcher.unfinished:
             return False
+        if self._servers.config.updates_in_flight:
+            return any(not server.generates for server in self._servers.present)
         version = self._servers.version_to_request(self._version)
         if version == newest:
             return bool(self._servers.without_weights(newest))
@@ -182,6 +190,7 @@ class RemoteGeneration:
         try:
             while self._dispatcher.unfinished and self._failure is None:
                 self._update_servers()
+                self._accept_verified()
                 self._start()
                 with suppress(TimeoutError):  # of one second: `_next` finds out by the clock that all servers are lost
                     await asyncio.wait_for(self._wake_up.wait(), timeout=1)
@@ -198,10 +207,12 @@ class RemoteGeneration:
 
     def _update_servers(self) -> None:
         """Admit servers that have the weights, and retry the requests of those that no longer do."""
-        self._version = self._servers.version_to_request(self._version)
-        ready = {server.url: server for server in self._servers.verified_servers(self._version)}
+        if not self._servers.config.updates_in_flight:
+            self._version = self._servers.version_to_request(self._version)
+        ready = {server.url: server for server in self._servers.generating_from(self._version)}
         for url in self._dispatcher.servers - set(ready):
             lost = self._dispatcher.mark_lost(url)
+            self._unverified = [held for held in self._unverified if held[1].url != url]
             for task in self._tasks[url]:
                 task.cancel()
             self._lost_requests.record_loss(url, lost, time.monotonic())
@@ -306,15 +317,33 @@ class RemoteGeneration:
             return
         request = self._requests[number]
         place = number // self._group_size
+        newest = self._servers.newest if self._servers.config.updates_in_flight else version
         problem = problem_of(
-            completion, version, server.status.max_model_len, self._sampling, self._servers.config
+            completion, range(version, newest + 1), server.status.max_model_len, self._sampling, self._servers.config
         ) or self._other_prompt(place, request.prompt, server, completion)
         if problem is not None:
             self._servers.exclude(server, f"its completion of prompt {request.prompt.prompt_id} is invalid: {problem}")
+        elif not self._is_verified(server, completion):
+            self._unverified.append((number, server, completion, version))
         elif self._failure is None and self._dispatcher.finish(number, server.url):
-            self._groups[place][number] = to_rollout(request, completion, version)
+            self._groups[place][number] = to_rollout(request, completion, completion.weights_version)
             for recovery in self._lost_requests.record_completion(number, time.monotonic()):
                 logger.warning(recovery)
+
+    def _is_verified(self, server: Server, completion: Completion) -> bool:
+        """Return True unless weights that arrived in flight, and are not known to be right, generated its last tokens.
+
+        If they turn out to be wrong, the server needs weights again, and all of its requests are retried.
+        """
+        if not self._servers.config.updates_in_flight:
+            return True
+        return completion.newest_version <= server.verified_version
+
+    def _accept_verified(self) -> None:
+        verified = [held for held in self._unverified if self._is_verified(*held[1:3])]
+        self._unverified = [held for held in self._unverified if held not in verified]
+        for held in verified:
+            self._accept(*held)
 
     def _other_prompt(self, place: int, prompt: Prompt, server: Server, completion: Completion) -> str | None:
         """Compare the prompt's tokens with those of the group's first completion; environments may change prompts."""

@@ -69,7 +69,7 @@ class Server:
         self.group_port = group_port
         self.status: messages.ServerStatus | None = None
         self.weights_version = messages.NO_WEIGHTS
-        self.verified = False  # those weights are known to be the trainer's
+        self.verified_version = messages.NO_WEIGHTS  # of the newest weights that are known to be the trainer's
         self.checked_instance: str | None = None  # the instance that has completed a checksummed load
         self.excluded_instance: str | None = None  # not used again, because its responses were wrong
         self.connection: WeightConnection | None = None
@@ -87,14 +87,26 @@ class Server:
         """True until this instance of the server has completed a checksummed load."""
         return self.status is None or self.status.instance != self.checked_instance
 
-    def received(self, version: int, collect_checksums: bool) -> None:
+    @property
+    def verified(self) -> bool:
+        """True if its weights are known to be the trainer's."""
+        return self.weights_version == self.verified_version != messages.NO_WEIGHTS
+
+    @property
+    def generates(self) -> bool:
+        """True if it may work on requests: also while newer weights arrive, or are checked, in flight."""
+        return self.verified_version != messages.NO_WEIGHTS
+
+    def received(self, version: int, collect_checksums: bool, in_flight: bool = False) -> None:
         assert self.status is not None
-        self.weights_version, self.verified = version, False
+        self.weights_version = version
+        if not in_flight:
+            self.verified_version = messages.NO_WEIGHTS
         if collect_checksums:
             self.checked_instance = self.status.instance
 
     def invalidate_weights(self) -> None:
-        self.weights_version, self.verified = messages.NO_WEIGHTS, False
+        self.weights_version = self.verified_version = messages.NO_WEIGHTS
 
     def drop_connection(self) -> None:
         """Close the connection for weights. They are invalid from now on, so they will be sent again."""
@@ -117,6 +129,7 @@ class Servers:
         name = f"{socket.gethostname()}, process {os.getpid()}, {uuid.uuid4().hex[:8]}"
         self.run = messages.RunIdentity(name, secrets.token_hex(16))
         self.all: list[Server] = []
+        self.newest = messages.NO_WEIGHTS  # version of the last weights that were sent
         self.listeners: list[Callable[[], None]] = []  # called after a server was lost, came back, or has free capacity
         self.answered: deque[AnsweredRequest] = deque(maxlen=_ANSWERED)  # the newest, for --trace_steps
         self._polling: list[asyncio.Task[None]] = []
@@ -159,6 +172,12 @@ class Servers:
         """
         in_use = {server.weights_version for server in self.present if server.verified}
         return version if version in in_use else max(in_use | {version})
+
+    def generating_from(self, version: int) -> list[Server]:
+        """Return the servers that may generate with these weights, or with newer ones if those arrive in flight."""
+        if not self.config.updates_in_flight:
+            return self.verified_servers(version)
+        return [server for server in self.present if server.generates and server.weights_version >= version]
 
     def without_weights(self, version: int) -> list[Server]:
         return [server for server in self.present if server.weights_version != version]
@@ -211,9 +230,16 @@ class Servers:
         """Allow all servers with these weights to generate. Return them."""
         verified = self.with_weights(version)
         for server in verified:
-            server.verified = True
+            server.verified_version = version
         self.notify_listeners()
         return verified
+
+    async def invalidate_unverified(self, version: int) -> None:
+        """Take these weights, which are not the trainer's, from servers where they have not passed a check."""
+        for server in self.with_weights(version):
+            if not server.verified:
+                server.invalidate_weights()
+        self.notify_listeners()
 
     def notify_listeners(self) -> None:
         for listener in self.listeners:

@@ -28,7 +28,13 @@ from swift_megatron_grpo.data.images import portable_images
 from swift_megatron_grpo.data.recordings import recording_placeholder
 from swift_megatron_grpo.data.videos import video_placeholder
 from swift_megatron_grpo.generation.conversations.running import Conversations, NoRoom, current, has_room
-from swift_megatron_grpo.generation.protocol.messages import MISSING_IMAGES, Completion, InvalidRequest, packed_logprobs
+from swift_megatron_grpo.generation.protocol.messages import (
+    MISSING_IMAGES,
+    NO_WEIGHTS,
+    Completion,
+    InvalidRequest,
+    packed_logprobs,
+)
 from swift_megatron_grpo.generation.protocol.model_identity import model_identity, position_identity, precision_identity
 from swift_megatron_grpo.generation.server import engine_thread, health, pipe
 from swift_megatron_grpo.generation.server.arguments import GRPORolloutArguments
@@ -113,6 +119,14 @@ class ServedEngine(images.EngineForImages):
         placeholders = images.placeholder_tokens(self.template)
         return await turns.generate(infer_request, request_config or RequestConfig(), infer, placeholders)
 
+    def _create_chat_completion_response(
+        self, result: Any, inputs: dict[str, Any], request_config: RequestConfig, request_id: str
+    ) -> ChatCompletionResponse:
+        """Remember the spans of a turn, for which ms-swift's responses have no field."""
+        if (turns := current.get()) is not None:
+            turns.spans = engine_thread.spans_of(self.engine, result)
+        return super()._create_chat_completion_response(result, inputs, request_config, request_id)
+
     def _prepare_generation_config(self, request_config: RequestConfig) -> SamplingParams:
         """Report a request once, when it ends, unless it is streamed: ms-swift reads only the last report."""
         params = super()._prepare_generation_config(request_config)
@@ -158,7 +172,7 @@ class Completer:
             raise InvalidRequest(str(error)) from error
         [result] = results
         [completion] = to_completions(engine, inputs, result)
-        return completion
+        return replace(completion, spans=engine_thread.spans_of(engine.engine, result))
 
     async def _encoded(self, request: dict[str, Any]) -> dict[str, Any]:
         """Encode the prompt. Templates raise errors of any type for messages that they do not support."""
@@ -179,6 +193,24 @@ class Completer:
             raise InvalidRequest(
                 f"the template cannot encode the prompt ({type(error).__name__}; the server's log has the reason)"
             ) from error
+
+
+def with_versions(completion: Completion, version: int) -> Completion:
+    """Return a completion with its oldest version of the weights, and spans only where there are others.
+
+    `version`: that of all requests of an engine which does not report spans.
+    """
+    spans = [*(each.spans for each in completion.earlier), completion.spans]
+    oldest = min((of_one[0][0] for of_one in spans if of_one), default=version)
+    *earlier, last = [
+        None if of_one is None or {number for number, _ in of_one} <= {oldest} else of_one for of_one in spans
+    ]
+    return replace(
+        completion,
+        weights_version=oldest,
+        spans=last,
+        earlier=tuple(replace(each, spans=its) for each, its in zip(completion.earlier, earlier, strict=True)),
+    )
 
 
 class MissingImages(InvalidRequest):
@@ -216,6 +248,7 @@ class EngineCommands:
 
     def __init__(self, engine: GRPOVllmEngine, conversations: Conversations | None, max_media_bytes: int) -> None:
         self._engine = engine
+        self._version = NO_WEIGHTS  # of the weights
         single = Completer(engine)
         self._single, self._conversations = single, conversations
         self._prober = health.Prober(single.complete, engine.engine)
@@ -258,6 +291,7 @@ class EngineCommands:
                 "images_per_prompt": images.most_per_prompt("image", model),
                 "recordings_per_prompt": images.most_per_prompt("audio", model),
                 "videos_per_prompt": images.most_per_prompt("video", model),
+                "updates_in_flight": isinstance(self._engine.engine, engine_thread.EngineThread),
                 "model": model_identity(values) | position_identity(values) | precision_identity(model.dtype),
             },
         }
@@ -287,7 +321,7 @@ class EngineCommands:
             work = self._conversations.complete(
                 RolloutInferRequest(**request), RequestConfig(**sampling), tokens_of_all_turns
             )
-        completion = await self._cancelled_by_new_weights(work)
+        completion = with_versions(await self._cancelled_by_new_weights(work), self._version)
         if "images" in completion.infos and images.most_per_prompt(
             "image", self._engine.engine.vllm_config.model_config
         ):
@@ -310,18 +344,35 @@ class EngineCommands:
     async def join(self, rendezvous: dict[str, Any]) -> None:
         await self._engine.engine.collective_rpc("grpo_join", args=(rendezvous,))
 
-    async def receive(self, lora: bool, collect_checksums: bool) -> dict[str, Any]:
-        """Receive and load new weights, after cancelling generation that the trainer no longer waits for."""
+    async def receive(self, version: int, lora: bool, collect_checksums: bool, in_flight: bool) -> dict[str, Any]:
+        """Receive and load new weights, after cancelling generation that the trainer no longer waits for.
+
+        `in_flight`: it continues instead, with the new weights. It is cancelled if these do not arrive.
+        """
+        engine, arguments = self._engine.engine, (lora, collect_checksums)
+        if in_flight:
+            try:
+                await engine.update_in_flight(version, lambda llm: llm.collective_rpc("grpo_receive", args=arguments))
+            except Exception:
+                await self._cancel_generation()
+                await engine.resume()
+                raise
+        else:
+            await self._cancel_generation()
+            await engine.collective_rpc("grpo_receive", args=arguments)
+            # Results cached with older weights must not be used with newer ones.
+            await reset_prefix_cache(engine)
+            await engine.reset_encoder_cache()
+            if isinstance(engine, engine_thread.EngineThread):
+                engine.version = version
+        self._version = version
+        return {}
+
+    async def _cancel_generation(self) -> None:
         stale = list(self._generating)
         for task in stale:
             task.cancel()
         await asyncio.gather(*stale, return_exceptions=True)
-        engine = self._engine.engine
-        await engine.collective_rpc("grpo_receive", args=(lora, collect_checksums))
-        # Results cached with older weights must not be used with newer ones.
-        await reset_prefix_cache(engine)
-        await engine.reset_encoder_cache()
-        return {}
 
     async def score_text(
         self, tokens: list[int], image: str | None = None, recording: str | None = None, video: str | None = None

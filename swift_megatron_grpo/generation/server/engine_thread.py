@@ -14,7 +14,7 @@ import asyncio
 import math
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -26,12 +26,16 @@ from setproctitle import setproctitle
 from swift.utils import get_logger
 from vllm import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
+from vllm.v1.request import RequestStatus
 
+from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS
 from swift_megatron_grpo.generation.vllm.fast_outputs import speed_up_decoding
 from swift_megatron_grpo.generation.vllm.images import held_media
+from swift_megatron_grpo.types import Span
 
 T = TypeVar("T")
 Command = tuple[Future[Any], Callable[[LLMEngine], Any]]
@@ -59,6 +63,10 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         self._commands: SimpleQueue[Command | None] = SimpleQueue()
         self._waiting: dict[str, asyncio.Queue[Any]] = {}  # outputs of a request, by its id
+        self.version = NO_WEIGHTS  # of the weights; set here only while nothing is generated
+        # The versions that have generated a request, each with the number of tokens before it. By the request's id.
+        self._versions: dict[str, list[Span]] = {}
+        self._salt: str | None = None  # of the prefix cache, whose older blocks stay when weights arrive in flight
         self._failure: EngineFailed | None = None
         sys.setswitchinterval(_SWITCH_SECONDS)
         setproctitle("VLLM::EngineCore")  # as vLLM names the process of a core
@@ -91,22 +99,29 @@ class EngineThread:
         lora_request: Any = None,
         data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[Any, None]:
-        """Yield the outputs of a request. Ending this early aborts the request."""
+        """Yield the outputs of a request. Ending this early aborts the request. The last one has its `spans`."""
         assert data_parallel_rank in (None, 0)
         outputs = self._waiting[request_id] = asyncio.Queue()
         finished = False
+
+        def add(engine: LLMEngine) -> None:
+            self._versions[request_id] = [(self.version, 0)]
+            salted = prompt if self._salt is None else {**prompt, "cache_salt": self._salt}
+            engine.add_request(request_id, salted, sampling_params, lora_request=lora_request)
+
         try:
-            await self._call(
-                lambda engine: engine.add_request(request_id, prompt, sampling_params, lora_request=lora_request)
-            )
+            await self._call(add)
             while not finished:
                 output = await outputs.get()
                 if isinstance(output, EngineFailed):
                     raise output
                 finished = output.finished
+                if finished:
+                    output.spans = split_by_version(self._versions[request_id], len(output.outputs[0].token_ids))
                 yield output
         finally:
             del self._waiting[request_id]
+            self._versions.pop(request_id, None)
             if not finished:
                 self._commands.put((Future(), lambda engine: engine.abort_request([request_id])))
 
@@ -114,8 +129,25 @@ class EngineThread:
         result: list[Any] = await self._call(lambda engine: engine.collective_rpc(*arguments, **options))
         return result
 
+    async def update_in_flight(self, version: int, load: Callable[[LLMEngine], object]) -> None:
+        """Load newer weights between two steps. Requests keep their tokens and their cache, and continue with them.
+
+        If `load` fails, nothing is scheduled until `resume`: the weights are neither the old nor the new ones.
+        """
+        await self._call(partial(self._update, version=version, load=load))
+
+    async def resume(self) -> None:
+        await self._call(lambda engine: _scheduler_of(engine).set_pause_state(PauseState.UNPAUSED))
+
     async def reset_prefix_cache(self) -> Any:
-        return await self._call(lambda engine: engine.reset_prefix_cache())
+        """Return True if nothing of older weights is in the cache any more."""
+
+        def reset(engine: LLMEngine) -> Any:
+            if is_reset := engine.reset_prefix_cache():
+                self._salt = None
+            return is_reset
+
+        return await self._call(reset)
 
     async def reset_encoder_cache(self) -> None:
         await self._call(lambda engine: engine.reset_encoder_cache())
@@ -151,8 +183,8 @@ class EngineThread:
         built.set_result(engine)
         try:
             while self._run_commands(engine):
-                if _has_work(engine) and (outputs := engine.step()):
-                    self._loop.call_soon_threadsafe(self._deliver, outputs)
+                if _has_work(engine):
+                    self._step(engine)
         except BaseException as error:  # also SystemExit, which would end this thread alone and print nothing
             logger.exception("a step of the engine failed")
             self._fail(_failure_of(error))
@@ -164,6 +196,31 @@ class EngineThread:
                 if (command := self._commands.get()) is not None:
                     self._refuse(*command)
             engine.engine_core.shutdown()
+
+    def _step(self, engine: LLMEngine) -> None:
+        if outputs := engine.step():
+            self._loop.call_soon_threadsafe(self._deliver, outputs)
+
+    def _update(self, engine: LLMEngine, version: int, load: Callable[[LLMEngine], object]) -> None:
+        scheduler, states = _scheduler_of(engine), engine.output_processor.request_states
+        scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        while any(not request.num_output_tokens for request in scheduler.running):
+            self._step(engine)  # one version reads a prompt, and its completion begins with that version
+        scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        while engine.engine_core.engine_core.batch_queue:  # tokens on the device are of the older weights
+            self._step(engine)
+        load(engine)
+        self.version, self._salt = version, str(version)
+        for name, request in scheduler.requests.items():
+            state = states.get(name)
+            versions = None if state is None else self._versions.get(state.external_req_id)
+            if versions is not None:  # it was not aborted in the meantime
+                versions.append((version, request.num_output_tokens))
+            if request.status is not RequestStatus.RUNNING:  # it reads all of its tokens with the newer weights
+                request.cache_salt = self._salt
+                request.block_hashes.clear()
+                request.update_block_hashes()
+        scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def _run_commands(self, engine: LLMEngine) -> bool:
         """Run the commands that wait, and wait for one if there is nothing to generate. Return False at the end."""
@@ -204,6 +261,19 @@ class EngineThread:
             outputs.put_nowait(failure)
 
 
+def spans_of(engine: Any, output: Any) -> list[Span] | None:
+    """Return the spans of a request from its last output; None: this engine is not updated in flight."""
+    spans: list[Span] | None = output.spans if isinstance(engine, EngineThread) else None
+    return spans
+
+
+def split_by_version(versions: Sequence[Span], tokens: int) -> list[Span]:
+    """Return the spans of a request. `versions`: those that have generated it, each with the tokens before it."""
+    ends = [*(before for _, before in versions[1:]), tokens]
+    spans = [(version, end - before) for (version, before), end in zip(versions, ends, strict=True)]
+    return [(version, count) for version, count in spans if count]
+
+
 def _failure_of(error: BaseException) -> EngineFailed:
     return EngineFailed(f"{type(error).__name__}: {error}")
 
@@ -226,6 +296,10 @@ def _has_work(engine: LLMEngine) -> bool:
     """
     core = engine.engine_core.engine_core
     return engine.has_unfinished_requests() or core.scheduler.has_requests() or bool(core.batch_queue)
+
+
+def _scheduler_of(engine: LLMEngine) -> Any:
+    return engine.engine_core.engine_core.scheduler
 
 
 def _run_command(engine: LLMEngine, result: Future[Any], command: Callable[[LLMEngine], Any]) -> None:

@@ -148,19 +148,20 @@ class RolloutRoutes:
     async def generate(self, client: Request, run: Run) -> dict[str, Any]:
         """Generate a completion with the weights that the trainer expects."""
         body: schema.GenerateRequest = gate.checked_body(client.scope)
-        self._require_weights(run, body.weights_version)
+        self._require_weights(run, body.weights_version, body.newer_weights)
         return await while_connected(client, self._complete(run, body))
 
     async def generate_batch(self, client: Request, run: Run) -> StreamingResponse:
         """Generate completions, and send each as soon as it ends. Starlette cancels the rest if the client leaves."""
         body: schema.GenerateBatch = gate.checked_body(client.scope)
-        for version in {request.weights_version for request in body.requests}:
-            self._require_weights(run, version)
+        for version, newer in {(request.weights_version, request.newer_weights) for request in body.requests}:
+            self._require_weights(run, version, newer)
         lines = answer_lines(body.requests, partial(self._complete, run))
         return StreamingResponse(lines, media_type="application/x-ndjson")
 
     async def _complete(self, run: messages.RunIdentity | None, body: schema.GenerateRequest) -> dict[str, Any]:
-        self._require_weights(run, body.weights_version)  # again: the event loop has served others in between
+        # again: the event loop has served others in between
+        self._require_weights(run, body.weights_version, body.newer_weights)
         included = {
             "request",
             "sampling",
@@ -173,7 +174,7 @@ class RolloutRoutes:
         arguments = body.model_dump(include=included, exclude_unset=True)
         completion = await self._commands.call("generate", **arguments)
         self._health.record_token()
-        return {**completion, "weights_version": body.weights_version}
+        return completion
 
     async def put_image(self, digest: str, client: Request, run: Run) -> dict[str, Any]:
         """Keep an image, a recording or a video, which requests may name by its digest until others need the room."""
@@ -215,9 +216,10 @@ class RolloutRoutes:
         self._lease.release(run)
         return {}
 
-    def _require_weights(self, run: messages.RunIdentity | None, version: int) -> None:
+    def _require_weights(self, run: messages.RunIdentity | None, version: int, or_newer: bool = False) -> None:
         self._require_lease(run)
-        if self.weights_version == messages.NO_WEIGHTS or self.weights_version != version:
+        is_newer = or_newer and self.weights_version > version
+        if self.weights_version == messages.NO_WEIGHTS or not (self.weights_version == version or is_newer):
             raise HTTPException(messages.CONFLICT, f"this server has weights {self.weights_version}, not {version}")
 
     def _require_lease(self, run: messages.RunIdentity | None) -> None:
@@ -266,11 +268,15 @@ class RolloutRoutes:
             raise HTTPException(
                 messages.CONFLICT, f"no trainer has joined this server; POST {messages.Routes.JOIN} first"
             )
-        self.weights_version = messages.NO_WEIGHTS
+        if body.in_flight:
+            self._check_in_flight(body.version)
+        else:
+            self.weights_version = messages.NO_WEIGHTS
         try:
             await self._joining
-            report = await self._without_tokens("receive", lora=body.lora, collect_checksums=body.collect_checksums)
+            report = await self._without_tokens("receive", **body.model_dump())
         except HTTPException:
+            self.weights_version = messages.NO_WEIGHTS
             self._joining = None  # the workers have left the group
             self._has_checksums = False
             raise
@@ -278,6 +284,14 @@ class RolloutRoutes:
         if self._lease.is_held_by(run):
             self.weights_version = body.version
         return report
+
+    def _check_in_flight(self, version: int) -> None:
+        """Refuse weights with which requests cannot continue. The versions of a completion's tokens ascend."""
+        if not self._engine_settings["status"]["updates_in_flight"]:
+            raise HTTPException(messages.INVALID, "'in_flight': this server's engine loads weights only while idle")
+        if not messages.NO_WEIGHTS < self.weights_version < version:
+            reason = f"'in_flight': this server has weights {self.weights_version}, and {version} cannot follow them"
+            raise HTTPException(messages.CONFLICT, reason)
 
     async def _without_tokens(self, command: str, **arguments: Any) -> dict[str, Any]:
         """Run a command during which the engine generates nothing."""

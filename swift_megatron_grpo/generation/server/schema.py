@@ -235,6 +235,7 @@ class GenerateRequest(Strict):
     video_digests: Annotated[Items[Digest], Field(max_length=1024)] = []  # and of its videos
     experts: bool = False  # return the experts that the engine's routers choose
     weights_version: Version  # that the trainer expects
+    newer_weights: bool = False  # weights of a later version may generate it as well, or a part of it
     tokens_of_all_turns: Annotated[int, Field(ge=1, lt=2**31)] | None = None  # limit of a conversation; None: none
 
     @field_validator("image_digests", "audio_digests", "video_digests")
@@ -298,6 +299,13 @@ class ReceiveRequest(Strict):
     version: Annotated[int, Field(ge=0, lt=_INT64)]
     lora: bool  # an adapter on the checkpoint instead of the model's weights
     collect_checksums: bool  # the trainer will request a checksum of each tensor
+    in_flight: bool = False  # requests continue with them instead of being cancelled
+
+    @model_validator(mode="after")
+    def check_in_flight(self) -> ReceiveRequest:
+        if self.in_flight and self.lora:
+            raise ValueError("in_flight is for the model's weights, and lora loads an adapter")
+        return self
 
 
 # ---- ms-swift's own routes, for ms-swift's own trainers

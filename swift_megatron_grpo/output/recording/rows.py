@@ -15,7 +15,7 @@ import numpy as np
 
 from swift_megatron_grpo.output.disk.files import checksum
 from swift_megatron_grpo.packing.expert_rows import decode_rows, encode_rows
-from swift_megatron_grpo.types import ExpertRows, Graded, Prompt, Rollout, TokenSequence
+from swift_megatron_grpo.types import ExpertRows, Graded, Prompt, Rollout, Span, TokenSequence, span_problem
 
 Rewards = list[float | None]  # one per reward function
 Digests = Callable[[Prompt], Sequence[str]]  # of the prompt's images; a line holds no bytes of them
@@ -79,10 +79,14 @@ def to_lines(completions: Iterable[Graded], digests: Digests) -> Iterator[str]:
             "conversation": rollout.messages,
             "rewards": graded.rewards,
         }
+        if rollout.spans is not None:
+            row["spans"] = rollout.spans
         if rollout.routed_experts is not None:  # most models have no experts
             row["routed_experts"] = encode_rows(rollout.routed_experts)
         if rollout.earlier:
-            row["earlier"] = [{name: getattr(sequence, name) for name in _OF_SEQUENCE} for sequence in rollout.earlier]
+            row["earlier"] = [
+                {name: getattr(sequence, name) for name in (*_OF_SEQUENCE, "spans")} for sequence in rollout.earlier
+            ]
         yield sealed(row)
 
 
@@ -118,9 +122,21 @@ def from_line(line: bytes, prompt: Prompt, images: Sequence[str], limits: Limits
         _check_prompt(row, prompt, images)
         values = {name: row[name] for name in _OF_ROLLOUT}
         earlier = tuple(
-            TokenSequence(**{name: sequence[name] for name in _OF_SEQUENCE}) for sequence in row.get("earlier", [])
+            TokenSequence(spans=_spans(sequence), **{name: sequence[name] for name in _OF_SEQUENCE})
+            for sequence in row.get("earlier", [])
         )
-        rollout = Rollout(prompt, messages=row["conversation"], routed_experts=_experts(row), earlier=earlier, **values)
+        rollout = Rollout(
+            prompt,
+            messages=row["conversation"],
+            spans=_spans(row),
+            routed_experts=_experts(row),
+            earlier=earlier,
+            **values,
+        )
+        problem = span_problem(
+            [(each.spans, sum(each.sampled_mask)) for each in rollout.sequences], rollout.weights_version
+        )
+        _require(problem is None, "spans", [each.spans for each in rollout.sequences], f"and {problem}")
         return rollout, row["rewards"]
     except KeyError as field:
         raise BadRow(f"the field {field} is missing") from None
@@ -134,6 +150,15 @@ def tokens_of(line: bytes) -> Tokens:
         return Tokens(row["prompt_ids"], row["completion_ids"], row["sampled"], row["logprobs"])
     except KeyError as field:
         raise BadRow(f"the field {field} is missing") from None
+
+
+def _spans(sequence: Mapping[str, Any]) -> list[Span] | None:
+    """Return the spans of a row or of an earlier sequence; only servers that are updated in flight send them."""
+    spans = sequence.get("spans")
+    if spans is None:
+        return None
+    _check_list("spans", spans, "pairs", _is_span, "which is not a version and a number of tokens")
+    return [(version, tokens) for version, tokens in spans]
 
 
 def _experts(row: dict[str, Any]) -> ExpertRows | None:
@@ -217,6 +242,10 @@ def _check_length(field: str, values: Sequence[Any], count: int, owners: str) ->
 
 def _is_logprob(value: Any) -> bool:
     return type(value) in (int, float) and -math.inf < value <= _ROUNDING
+
+
+def _is_span(value: Any) -> bool:
+    return isinstance(value, list) and [type(part) for part in value] == [int, int]
 
 
 def _is_reward(value: Any) -> bool:

@@ -99,6 +99,7 @@ def status(**changes: Any) -> ServerStatus:
         "videos_per_prompt": 0,
         "quantization": "none",
         "returns_experts": False,
+        "updates_in_flight": True,
         "conversations": None,
         "model": {"hidden_size": 64, "architectures": ["Qwen3ForCausalLM"], "vocab_size": 7},
     }  # fmt: skip
@@ -116,6 +117,13 @@ def test_a_server_without_experts_is_refused_only_if_the_run_reads_them() -> Non
     assert "does not report the experts" in message and '{"enable_return_routed_experts": true}' in message
     assert problems_of(status(returns_experts=True), reads) == []
     assert problems_of(status(returns_experts=True), CONFIG) == []
+
+
+def test_a_server_of_several_devices_receives_no_weights_in_flight() -> None:
+    several = status(updates_in_flight=False)
+    [message] = problems_of(several, replace(CONFIG, updates_in_flight=True))
+    assert "loads weights only while it generates nothing" in message and "one `swift rollout` per GPU" in message
+    assert problems_of(several, CONFIG) == [] == problems_of(status(), replace(CONFIG, updates_in_flight=True))
 
 
 @pytest.mark.parametrize(("here", "there"), [("fp8", "none"), ("none", "fp8")])

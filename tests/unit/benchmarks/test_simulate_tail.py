@@ -72,6 +72,14 @@ def test_a_sync_waits_for_groups_that_were_started_in_a_tail() -> None:
     assert result.staleness == pytest.approx((4 * 0 + 4 * 1 + 2 * 2 + 2 * 1) / 12) and result.most_stale == 2
 
 
+def test_in_flight_a_sync_pauses_the_server_and_rollouts_overlap() -> None:
+    case = replace(SMALL, slots=8, in_flight=True)
+    result = Run(case).result()
+    assert result.seconds * 3 == pytest.approx(10 + 1 + 1 + 10)  # rollouts 0 and 1; two syncs; rollout 2
+    assert result.staleness == pytest.approx(2 / 3) and result.most_stale == 1
+    assert Run(replace(case, in_flight=False)).result().seconds * 3 == pytest.approx(10 + 10 + 1 + 10)
+
+
 @pytest.mark.parametrize("alone", [True, False])
 def test_draws_are_generated_before_or_next_to_the_following_rollout(alone: bool) -> None:
     case = replace(SMALL, uniform=0.5, most_draws=1, draws_alone=alone, rollouts=2, slots=8)

@@ -25,10 +25,21 @@ STEPS = 2  # optimizer steps of a rollout
 
 
 def make(
-    max_staleness: int, rollouts: int, first: int = 0, max_resample: int = 0, folder: Path | None = None
+    max_staleness: int,
+    rollouts: int,
+    first: int = 0,
+    max_resample: int = 0,
+    folder: Path | None = None,
+    in_flight: bool = False,
 ) -> tuple[Rollouts, Engine]:
     """Create the rollouts of a run; with a `folder` it dumps them, and continues what is in it."""
-    run = fake_run(max_staleness=max_staleness, max_resample=max_resample, dump=folder, routing=routing_of(compared=3))
+    run = fake_run(
+        max_staleness=max_staleness,
+        max_resample=max_resample,
+        dump=folder,
+        routing=routing_of(compared=3),
+        in_flight=in_flight,
+    )
     ahead = RunAhead(max_staleness, STEPS, first, first * STEPS, rollouts * STEPS)
     return Rollouts(run.config, run.stages, None, ahead), run.engine
 
@@ -66,6 +77,54 @@ def test_every_prompt_is_trained_once_and_nothing_else_is_generated(max_stalenes
     assert started == {0: [1, 2, 3, 4, 5], 1: [2, 3, 4, 5, 5], 2: [3, 3, 5, 5, 5]}[max_staleness]
     assert not any(generation.is_running for generation in engine.generations)
     assert set(engine.synced) == set({0: [0, 2, 4, 6, 8], 1: [0, 2, 4, 6], 2: [0, 4]}[max_staleness])
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 3])
+def test_in_flight_every_prompt_is_trained_in_order_within_the_bound(max_staleness: int) -> None:
+    """Each completion begins with the weights of its start, and the newest ones generate two thirds of it."""
+    rollouts, engine = make(max_staleness, rollouts=7, in_flight=True)
+    for number in range(7):
+        now = step(number)
+        graded = rollouts.take(now)
+        assert ids(graded) == expected(number, number + 1)[0]
+        used = {version for completion in graded for version, _ in completion.rollout.spans_of_weights}
+        oldest = max(0, number - max_staleness)
+        assert used == {version * STEPS for version in {oldest, number}}
+        if max_staleness:
+            assert now.metrics["rollout/staleness_max"] == number - oldest
+            assert now.metrics["rollout/staleness"] == (number - oldest) / 3
+            assert now.metrics["rollout/weight_versions"] == len(used)
+    assert sorted(set(engine.synced)) == [number * STEPS for number in range(7)]
+    assert not any(generation.is_running for generation in engine.generations)
+
+
+def test_in_flight_replacements_start_with_the_newest_weights() -> None:
+    """All groups are uniform here. The replacements start before the rollout that the bound permits next."""
+    rollouts, engine = make(2, rollouts=5, max_resample=1, in_flight=True)
+    for number, started in enumerate([4, 2, 2, 1, 1]):
+        before = len(engine.generations)
+        now = step(number)
+        rollouts.take(now)
+        assert [generation.version for generation in engine.generations[before:]] == [number * STEPS] * started
+        assert now.metrics["rollout/staleness_max"] <= 2
+
+
+def test_spans_are_dumped_and_read_again(tmp_path: Path) -> None:
+    before, _ = make(1, rollouts=4, folder=tmp_path, in_flight=True)
+    trained = [before.take(step(number)) for number in range(3)]
+    assert trained[2][0].rollout.spans == [(2, 1), (4, 2)]
+    again, engine = make(1, rollouts=4, first=1, folder=tmp_path, in_flight=True)
+    assert [again.take(step(number)) for number in (1, 2)] == trained[1:]
+    assert len(engine.requested) == 1  # rollout 3, while rollout 2 is trained
+
+
+def test_weights_that_were_never_sent_stop_the_run_also_in_flight() -> None:
+    rollouts, engine = make(1, rollouts=3, in_flight=True)
+    rollouts.take(step(0))
+    rollouts.take(step(1))
+    engine.generations[-1].version = 1
+    with pytest.raises(RuntimeError, match=r"completions of weights \[1\] were returned instead of 2 or 4"):
+        rollouts.take(step(2))
 
 
 def test_a_resumed_run_starts_rollouts_again_that_were_started_ahead() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -144,3 +146,13 @@ def test_the_experts_of_a_conversation_are_those_of_its_last_turn() -> None:
     turns = [Turn(QUESTION, [10], [-1.0], first), Turn([*QUESTION, 10, *TOOL], [11], [-1.0], last)]
     assert join(turns).routed_experts is last
     assert join(turns[:1]).routed_experts is first and join([Turn(QUESTION, [10], None)]).routed_experts is None
+
+
+def test_spans_of_turns_follow_their_tokens() -> None:
+    """Tokens that a scheduler cuts off, or excludes from training, are no part of a span."""
+    first = replace(turn(QUESTION, [10, 11, 12]), spans=[(4, 1), (6, 2)])
+    second = replace(turn([*QUESTION, 10, 11, *TOOL], [13, 14]), spans=[(6, 1), (8, 1)])
+    assert join([first, second]).spans == [(4, 1), (6, 2), (8, 1)]
+    assert join([first, second], [Message([10, 11], [False, True])]).spans == [(6, 2), (8, 1)]
+    assert [each.spans for each in branches([first, second])] == [[(4, 1), (6, 2)], [(6, 1), (8, 1)]]
+    assert join([turn(QUESTION, [10])]).spans is None

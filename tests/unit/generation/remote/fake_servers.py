@@ -78,7 +78,8 @@ class FakeServer:
 class Cluster:
     """Two fake servers, and the trainer's view of them in the same event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, updates_in_flight: bool = False) -> None:
+        self.updates_in_flight = updates_in_flight
         self.events = EventLoopThread("test")
         self.fakes = [FakeServer(), FakeServer()]
         self.generations: list[RemoteGeneration] = []
@@ -95,7 +96,8 @@ class Cluster:
             await site.start()
             self._runners.append(runner)
             urls.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
-        self.servers = Servers(replace(CONFIG, urls=tuple(urls), group_ports=(0, 0), request_timeout=60, timeout=0.5))
+        config = replace(CONFIG, urls=tuple(urls), group_ports=(0, 0), request_timeout=60, timeout=0.5)
+        self.servers = Servers(replace(config, updates_in_flight=self.updates_in_flight))
         await self.servers.open()
 
     def close(self) -> None:
@@ -114,6 +116,17 @@ class Cluster:
             server.status = status(max_num_seqs=slots)
             server.received(version, collect_checksums=True)
             await self.servers.mark_verified(version)
+
+        self.events.run(receive())
+
+    def update_in_flight(self, server: Server, version: int, verified: bool = True) -> None:
+        """Let newer weights arrive at a server that generates."""
+
+        async def receive() -> None:
+            self.servers.newest = version
+            server.received(version, collect_checksums=False, in_flight=True)
+            if verified:
+                await self.servers.mark_verified(version)
 
         self.events.run(receive())
 

@@ -33,7 +33,7 @@ STATUS = asdict(status())
 
 
 def problem_of(completion: Completion, run: ServerConfig) -> str | None:
-    return _problem_of(completion, 7, 8, SAMPLING, run)
+    return _problem_of(completion, range(7, 8), 8, SAMPLING, run)
 
 
 def test_a_valid_completion_and_a_valid_conversation_have_no_problem() -> None:
@@ -44,6 +44,58 @@ def test_a_valid_completion_and_a_valid_conversation_have_no_problem() -> None:
     assert problem_of(replace(CONVERSATION, infos={"num_turns": 1, "total_reward": float("nan")}), TURNS) is None
     unanswered = replace(CONVERSATION, completion_ids=[], sampled=[], logprobs=None)
     assert problem_of(unanswered, TURNS) is None
+
+
+SPANS = [(7, 1), (9, 1)]
+
+
+@pytest.mark.parametrize(
+    ("spans", "problem"),
+    [
+        (SPANS, None),
+        ([(7, 2)], None),
+        ([], "their versions do not ascend from 7"),
+        ([(8, 1), (9, 1)], "their versions do not ascend from 7"),
+        ([(7, 1), (7, 1)], "their versions do not ascend from 7"),
+        ([(7, 1), (9, 1), (8, 1)], "their versions do not ascend from 7"),
+        ([(7, 1), (10, 1)], "its last weights have version 10, not 7 to 9"),
+        ([(7, 1), (9, 2)], "they are not of 2 sampled tokens"),
+        ([(7, 3), (9, -1)], "they are not of 2 sampled tokens"),
+        ([(7, 2), (9, 0)], "they are not of 2 sampled tokens"),
+    ],
+)
+def test_spans_are_of_all_sampled_tokens_and_of_weights_that_were_sent(spans: Any, problem: str | None) -> None:
+    found = _problem_of(replace(COMPLETION, spans=spans), range(7, 10), 8, SAMPLING, ONE_TURN)
+    assert found is None if problem is None else problem in str(found)
+    conversation = replace(CONVERSATION, spans=[(7, 1)])  # one of its two tokens was sampled
+    assert _problem_of(conversation, range(7, 10), 8, SAMPLING, TURNS) is None
+    assert _problem_of(replace(conversation, spans=SPANS), range(7, 10), 8, SAMPLING, TURNS) is not None
+
+
+@pytest.mark.parametrize(
+    ("spans", "earlier", "problem"),
+    [
+        ([(8, 1)], None, None),
+        (None, [(9, 1)], None),
+        ([(8, 1)], [(7, 1)], None),
+        ([(8, 1)], [(9, 1)], "their versions do not ascend from 7"),
+        ([(7, 1)], [(6, 1)], "their versions do not ascend from 7"),
+        ([(7, 1)], [(8, 2)], "they are not of 1 sampled tokens"),
+        (None, [(10, 1)], "its last weights have version 10, not 7 to 9"),
+    ],
+)
+def test_the_oldest_weights_are_of_any_sequence(spans: Any, earlier: Any, problem: str | None) -> None:
+    several = replace(CONVERSATION, spans=spans, earlier=(replace(EARLIER, spans=earlier),), infos={"num_turns": 2})
+    found = _problem_of(several, range(7, 10), 8, SAMPLING, TURNS)
+    assert found is None if problem is None else problem in str(found)
+    assert Completion.from_json(several.to_json()) == several
+
+
+@pytest.mark.parametrize("spans", [[[7, True]], [[7, 1.0]], [[7]], [[7, 1, 1]], [["7", 1]], {"7": 1}, "71", [7, 1]])
+def test_spans_of_another_type_are_refused(spans: Any) -> None:
+    assert Completion.from_json(COMPLETION.to_json() | {"spans": [[7, 1], [9, 1]]}).spans == SPANS
+    with pytest.raises(InvalidMessage):
+        Completion.from_json(COMPLETION.to_json() | {"spans": spans})
 
 
 def test_experts_of_all_tokens_but_the_last_are_accepted() -> None:
@@ -73,6 +125,7 @@ def test_experts_of_all_tokens_but_the_last_are_accepted() -> None:
         ({"logprobs": [-0.5, 0.1]}, "a log-prob is not finite, or above 0"),
         ({"finish_reason": "abort"}, "its finish_reason is 'abort'"),
         ({"weights_version": 6}, "its weights have version 6, not 7"),
+        ({"spans": [(7, 1), (8, 1)]}, "its last weights have version 8, not 7"),
         ({"sampled": [True, True]}, "the fields of a conversation, which was not requested"),
         ({"earlier": (EARLIER,)}, "the fields of a conversation, which was not requested"),
         ({"infos": {"num_turns": 1}}, "the fields of a conversation, which was not requested"),

@@ -27,6 +27,57 @@ def cluster() -> Iterator[Cluster]:
     cluster.close()
 
 
+@pytest.fixture
+def in_flight() -> Iterator[Cluster]:
+    cluster = Cluster(updates_in_flight=True)
+    yield cluster
+    cluster.close()
+
+
+def test_completions_continue_with_newer_weights_and_wait_for_their_check(in_flight: Cluster) -> None:
+    [server, _], [fake, _] = in_flight.servers.all, in_flight.fakes
+    in_flight.receive_weights(server, 3)
+    generation = in_flight.generate("abc", 3)
+    wait_until(lambda: len(fake.received) == 3)
+    in_flight.update_in_flight(server, 4, verified=False)
+    in_flight.release("a")  # of weights 3 alone, so nothing is in doubt
+    [first] = collect(generation, 4, 1)
+    assert first.text == "a" and first.weights_version == 3 and first.spans is None
+    fake.wrong = {"completion_ids": [2, 3], "logprobs": [-1.0, -2.0], "spans": [(3, 1), (4, 1)]}
+    in_flight.release("b", "c")
+    wait_until(lambda: len(generation._unverified) == 2)
+    assert generation.is_running and not generation._groups
+    in_flight.update_in_flight(server, 4)
+    assert [one.spans for one in collect(generation, 4, 2)] == [[(3, 1), (4, 1)]] * 2
+    assert not generation.is_running and fake.received == ["a", "b", "c"] and fake.cancelled == []
+
+
+@pytest.mark.parametrize("end", ["the check fails", "the server is killed"])
+def test_an_update_that_fails_loses_nothing(in_flight: Cluster, end: str) -> None:
+    """Neither completions that have ended with weights in doubt, nor those in progress."""
+    [server, other], fakes = in_flight.servers.all, in_flight.fakes
+    in_flight.receive_weights(server, 3)
+    generation = in_flight.generate("abc", 3)
+    wait_until(lambda: len(fakes[0].received) == 3)
+    in_flight.update_in_flight(server, 4, verified=False)
+    fakes[0].wrong = {"weights_version": 4}
+    in_flight.release("a")
+    wait_until(lambda: len(generation._unverified) == 1)
+    if end == "the check fails":
+        in_flight.events.run(in_flight.servers.invalidate_unverified(4))
+    else:
+        in_flight.lose(server)
+        in_flight.bring_back(server)
+    wait_until(lambda: sorted(fakes[0].cancelled) == ["b", "c"] and not generation._unverified)
+    assert generation.next(newest=4).needs_weights and not generation._groups
+    fakes[0].wrong = {}
+    in_flight.receive_weights(server, 4)
+    in_flight.receive_weights(other, 4)
+    wait_until(lambda: sum(len(fake.held) for fake in fakes) == 3)
+    in_flight.release("a", "b", "c")
+    assert texts(collect(generation, 4, 3)) == {"a", "b", "c"}
+
+
 def test_the_older_generation_is_served_first_and_both_share_the_slots(cluster: Cluster) -> None:
     [server, _], [fake, _] = cluster.servers.all, cluster.fakes
     cluster.receive_weights(server, 0, slots=2)  # and one more is queued there

@@ -30,7 +30,7 @@ def test_weights_must_be_verified_before_they_generate() -> None:
     assert servers.without_weights(3) == [one, other] and one.is_new
     one.received(3, collect_checksums=True)
     assert servers.with_weights(3) == [one] and servers.verified_servers(3) == [] and not one.is_new
-    one.verified = True
+    one.verified_version = 3
     other.received(3, collect_checksums=False)
     assert urls(servers.verified_servers(3)) == ["http://s0"] and other.is_new
     other.invalidate_weights()
@@ -39,11 +39,24 @@ def test_weights_must_be_verified_before_they_generate() -> None:
     assert servers.verified_servers(4) == [] == servers.with_weights(3)
 
 
+def test_a_server_generates_while_weights_in_flight_are_checked() -> None:
+    servers = make_servers(1)
+    servers.config = replace(servers.config, updates_in_flight=True)
+    [server] = servers.all
+    server.received(3, collect_checksums=True)
+    assert servers.generating_from(3) == []
+    server.verified_version = 3
+    server.received(4, collect_checksums=False, in_flight=True)
+    assert servers.generating_from(3) == [server] and not server.verified and servers.verified_servers(4) == []
+    server.invalidate_weights()  # the check has failed
+    assert servers.generating_from(3) == [] and servers.without_weights(4) == [server]
+
+
 def test_a_restarted_server_needs_weights_and_a_checksummed_load() -> None:
     servers = make_servers(1)
     [server] = servers.all
     server.received(3, collect_checksums=True)
-    server.verified = True
+    server.verified_version = 3
     servers._handle_status(server, status(instance="second"))
     assert not server.is_lost and server.is_new
     assert servers.without_weights(3) == [server] and servers.verified_servers(3) == []
@@ -94,7 +107,7 @@ def test_a_server_leased_by_another_run_is_lost_until_that_run_ends() -> None:
     servers = make_servers(1)
     [server] = servers.all
     server.received(3, collect_checksums=True)
-    server.verified = True
+    server.verified_version = 3
     servers._handle_status(server, status(instance="first", run=servers.run.name))
     assert servers.verified_servers(3) == [server]
     servers._handle_status(server, status(instance="first", run="a machine, process 7, 1234"))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.exceptions import VLLMValidationError
 
-from swift_megatron_grpo.generation.protocol.messages import InvalidRequest
-from swift_megatron_grpo.generation.server.engine_process import EngineCommands, MissingImages
+from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS, Completion, InvalidRequest, SentSequence
+from swift_megatron_grpo.generation.server.engine_process import EngineCommands, MissingImages, with_versions
 
 
 def run(call: Callable[[EngineCommands], Awaitable[Any]]) -> None:
@@ -70,3 +71,17 @@ def test_a_request_cannot_name_an_image_as_a_recording(kind: str, named: str) ->
 
     with pytest.raises(MissingImages):
         run(confuse)
+
+
+def test_a_completion_has_its_oldest_version_and_spans_only_of_others() -> None:
+    one = Completion([1], [2, 3], None, "", "stop", NO_WEIGHTS)
+    assert with_versions(one, 7) == replace(one, weights_version=7)
+    assert with_versions(replace(one, spans=[(6, 2)]), 7) == replace(one, weights_version=6)
+    mixed = replace(one, spans=[(5, 1), (7, 1)])
+    assert with_versions(mixed, 7) == replace(mixed, weights_version=5)
+    earlier = SentSequence([1], [2], None, [True], [(4, 1)])
+    assert with_versions(replace(mixed, earlier=(earlier,)), 7) == replace(
+        mixed, weights_version=4, earlier=(replace(earlier, spans=None),)
+    )
+    unsampled = replace(one, spans=[], sampled=[False, False])  # of a conversation that trains nothing
+    assert with_versions(unsampled, 7) == replace(unsampled, weights_version=7, spans=None)

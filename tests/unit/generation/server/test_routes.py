@@ -17,13 +17,21 @@ from starlette.requests import Request
 from swift.utils import get_logger
 
 from swift_megatron_grpo.data.images import digest_of
-from swift_megatron_grpo.generation.protocol.messages import CONFLICT, NO_WEIGHTS, RUN_IDLE_SECONDS, RunIdentity
+from swift_megatron_grpo.generation.protocol.messages import (
+    CONFLICT,
+    INVALID,
+    NO_WEIGHTS,
+    RUN_IDLE_SECONDS,
+    TAKEN,
+    RunIdentity,
+)
 from swift_megatron_grpo.generation.server.gate import _BODY
 from swift_megatron_grpo.generation.server.health import EngineHealth
 from swift_megatron_grpo.generation.server.routes import RolloutRoutes, RunLease
 from swift_megatron_grpo.generation.server.schema import (
     ContentLimits,
     GenerateBatch,
+    InvalidBody,
     JoinRequest,
     ReceiveRequest,
     parse,
@@ -74,11 +82,85 @@ async def answers(server: RolloutRoutes, arrives: int | None) -> list[dict[str, 
     return sorted(map(json.loads, lines), key=lambda answer: answer["place"])
 
 
-def test_each_request_is_answered_with_the_version_of_its_weights() -> None:
+def test_each_request_is_answered_with_the_completion_of_the_engine() -> None:
     engine = Engine()
     first, second = asyncio.run(answers(served(engine), arrives=None))
-    assert first["completion"] == second["completion"] == {"text": "hi", "weights_version": 3}
+    assert first["completion"] == second["completion"] == {"text": "hi"}
     assert engine.commands == ["generate", "generate"]
+
+
+def test_a_request_for_these_weights_or_newer_ones_gets_no_older_ones() -> None:
+    server = served(Engine())
+    for version in (4, NO_WEIGHTS):
+        server.weights_version = version
+        with pytest.raises(HTTPException) as refused:
+            server._require_weights(RUN, 3)
+        assert refused.value.status_code == CONFLICT
+    server.weights_version = 4
+    server._require_weights(RUN, 3, or_newer=True)
+    for version in (2, NO_WEIGHTS):
+        server.weights_version = version
+        with pytest.raises(HTTPException):
+            server._require_weights(RUN, 3, or_newer=True)
+
+
+class RefusingEngine(Engine):
+    async def call(self, command: str, **arguments: Any) -> dict[str, Any]:
+        raise HTTPException(500, "the weights did not arrive")
+
+
+async def send(server: RolloutRoutes, version: int, run: RunIdentity = RUN, in_flight: bool = True) -> None:
+    server._joining = asyncio.create_task(Engine().call("join"))
+    body = {"version": version, "lora": False, "collect_checksums": False, "in_flight": in_flight}
+    parsed = parse(json.dumps(body).encode(), ReceiveRequest, LIMITS)
+    await server.receive(Request({"type": "http", _BODY: parsed}), run)
+
+
+def test_a_server_has_its_weights_until_newer_ones_arrive_in_flight() -> None:
+    seen: list[int] = []
+
+    class Watching(Engine):
+        async def call(self, command: str, **arguments: Any) -> dict[str, Any]:
+            seen.append(server.weights_version)
+            return await super().call(command, **arguments)
+
+    server = served(Watching())
+    server._engine_settings = {"status": {"updates_in_flight": True}}
+    asyncio.run(send(server, 5))
+    assert seen == [3] and server.weights_version == 5
+    asyncio.run(send(server, 6, in_flight=False))
+    assert seen == [3, NO_WEIGHTS] and server.weights_version == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "message"),
+    [
+        ({"version": 3}, CONFLICT, "this server has weights 3, and 3 cannot follow them"),
+        ({"version": 2}, CONFLICT, "this server has weights 3, and 2 cannot follow them"),
+        ({"run": RunIdentity("run", "guessed")}, TAKEN, "it serves another run"),
+        ({"weights_version": NO_WEIGHTS}, CONFLICT, "this server has weights -1, and 4 cannot follow them"),
+        ({"updates_in_flight": False}, INVALID, "this server's engine loads weights only while idle"),
+        ({"engine": RefusingEngine()}, 500, "the weights did not arrive"),
+    ],
+)
+def test_weights_in_flight_that_cannot_follow_change_nothing(
+    changes: dict[str, Any], status: int, message: str
+) -> None:
+    """But weights that arrived in part leave the server without weights."""
+    engine = changes.get("engine", Engine())
+    server = served(engine)
+    server._engine_settings = {"status": {"updates_in_flight": changes.get("updates_in_flight", True)}}
+    before = server.weights_version = changes.get("weights_version", 3)
+    with pytest.raises(HTTPException, match=message) as refused:
+        asyncio.run(send(server, changes.get("version", 4), changes.get("run", RUN)))
+    assert refused.value.status_code == status and engine.commands == []
+    assert server.weights_version == (NO_WEIGHTS if status == 500 else before)
+
+
+def test_an_adapter_is_not_received_in_flight() -> None:
+    body = {"version": 4, "lora": True, "collect_checksums": False, "in_flight": True}
+    with pytest.raises(InvalidBody, match="in_flight is for the model's weights"):
+        parse(json.dumps(body).encode(), ReceiveRequest, LIMITS)
 
 
 def test_weights_that_arrive_before_a_request_reaches_the_engine_refuse_it() -> None:

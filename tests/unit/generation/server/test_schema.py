@@ -51,11 +51,11 @@ def body_of(request: dict[str, Any], sampling: RequestConfig = SAMPLING) -> dict
 
 
 VALID: dict[str, Any] = {
-    Routes.GENERATE: body_of(conversation_payload(Request(1, PROMPT, seed=3))),
+    Routes.GENERATE: body_of(conversation_payload(Request(1, PROMPT, seed=3))) | {"newer_weights": True},
     Routes.GENERATE_BATCH: {"requests": [body_of(conversation_payload(Request(i, PROMPT, seed=i))) for i in range(3)]},
     Routes.SCORE: {"tokens": [1, 2, 299], "weights_version": 0},
     Routes.JOIN: {"host": "fe80::1%eth0", "port": 0, "timeout": 240.0},
-    Routes.RECEIVE: {"version": 0, "lora": False, "collect_checksums": True},
+    Routes.RECEIVE: {"version": 0, "lora": False, "collect_checksums": True, "in_flight": True},
     "/init_communicator/": {"host": "0.0.0.0", "port": 51216, "world_size": 2},
     **STOCK_BODIES,
 }
@@ -136,6 +136,13 @@ def test_an_error_names_the_field_and_not_its_value(change: dict[str, Any], prob
     with pytest.raises(InvalidBody, match=problem) as refusal:
         parse(encode(body), GenerateRequest, TEXT)
     assert "another secret" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("value", [1, 0, "true", None, [], {}])
+@pytest.mark.parametrize(("route", "field"), [(Routes.GENERATE, "newer_weights"), (Routes.RECEIVE, "in_flight")])
+def test_whether_weights_change_in_flight_is_true_or_false(route: str, field: str, value: Any) -> None:
+    with pytest.raises(InvalidBody, match=f"'{field}'"):
+        parse(encode(VALID[route] | {field: value}), SCHEMAS[route], TEXT)
 
 
 def encoded(kind: str = "PNG", side: int = 8) -> str:

@@ -7,6 +7,7 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas
@@ -66,7 +67,7 @@ def test_rollouts_are_read_back_bit_for_bit(folder: Path) -> None:
 
 
 def several_sequences() -> list[Graded]:
-    earlier = (TokenSequence([1, 2], [3, 4], [-1.0], [True, False]), TokenSequence([9], [8], None))
+    earlier = (TokenSequence([1, 2], [3, 4], [-1.0], [True, False]), TokenSequence([9], [8], None, None, [(5, 1)]))
     return [
         replace(graded, rollout=replace(graded.rollout, messages=[{"role": "user"}], earlier=earlier))
         for graded in completions()
@@ -86,6 +87,8 @@ def test_earlier_sequences_are_read_back_bit_for_bit(folder: Path) -> None:
         ("logprobs", [-1.0, -2.0], "logprobs has 2 values for 1 sampled tokens"),
         ("sampled", [True], "sampled has 1 values for 2 tokens"),
         ("prompt_ids", [], "prompt_ids is .*, which has no token"),
+        ("spans", [[5, 2]], r"and they are not of 1 sampled tokens"),
+        ("spans", [5], r"spans\[0\] is 5, which is not a version and a number of tokens"),
         (None, "no sequence", r"earlier\[0\] is 'no sequence', which is not a sequence"),
     ],
 )
@@ -102,6 +105,36 @@ def test_an_earlier_sequence_that_no_run_writes_is_refused(
     path.write_text("".join(json.dumps(each) + "\n" for each in (row, *others)))
     seal_again(path)
     with pytest.raises(BadRow, match=problem):
+        RolloutReplay(folder, LIMITS).take(0, 0, PROMPTS, 2)
+
+
+def with_spans(spans: list[tuple[int, int]] | None) -> list[Graded]:
+    """Return completions of four tokens."""
+    return [
+        replace(one, rollout=replace(one.rollout, completion_ids=[1] * 4, logprobs=[-1.0] * 4, spans=spans))
+        for one in completions()
+    ]
+
+
+def test_spans_are_read_back_and_no_others_are_written(folder: Path) -> None:
+    dump = RolloutDump(folder, SETTINGS, first=0, writes_here=True)
+    dump.write(0, 0, with_spans([(3, 1), (5, 3)]))
+    rollouts, _ = RolloutReplay(folder, LIMITS).take(0, 0, PROMPTS, 2)
+    assert [rollout.spans for rollout in rollouts] == [[(3, 1), (5, 3)]] * 4
+    dump.write(0, 0, with_spans(None))
+    assert b"spans" not in (folder / "rollout-000000.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "spans", [[], [[3, 4.0]], [[4, 4]], [[3, 1], [3, 3]], [[3, 1], [5, 2]], [[3, 5], [5, -1]], [3, 4], {"3": 4}, [[3]]]
+)
+def test_spans_that_no_run_has_written_are_refused(folder: Path, spans: Any) -> None:
+    dump = RolloutDump(folder, SETTINGS, first=0, writes_here=True)
+    dump.write(0, 0, with_spans([(3, 1), (5, 3)]))
+    path = folder / "rollout-000000.jsonl"
+    rows = [json.loads(line) | {"spans": spans} for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    path.write_text("".join(sealed({name: row[name] for name in row if name != "crc32"}) for row in rows))
+    with pytest.raises(Exception, match="spans"):
         RolloutReplay(folder, LIMITS).take(0, 0, PROMPTS, 2)
 
 
