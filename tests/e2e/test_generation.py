@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from swift_megatron_grpo.generation.protocol.messages import Completion
+from swift_megatron_grpo.types import span_problem
 from tests.forking.client import run_code
 
 
@@ -58,3 +60,23 @@ def test_an_engine_in_a_thread_aborts_runs_commands_and_reports_failure(dense: P
     assert report["schedule"] == "FastSchedule"
     assert "no_such_method" in report["unknown"]  # a command that fails leaves the engine as it is
     assert report["failures"] == [f"{report['failed']}: RuntimeError: a kernel failed"] * 2 and report["errored"]
+
+
+@pytest.mark.e2e
+def test_each_span_has_the_log_probs_of_its_weights_on_the_kept_cache(dense: Path) -> None:
+    """In fp32, against transformers. The prompt of a request is read with the weights that begin its completion."""
+    report = report_of("rollout", "weights_in_flight", dense)
+    completions = [Completion.from_json(message) for message in report["completions"]]
+    assert max(report["differences"]) < 1e-4 and min(report["planted"]) > 1e-2, report["differences"]
+    versions = [[version for version, _ in one.spans or [(one.weights_version, 0)]] for one in completions]
+    *completions, long = completions  # its prompt was being read when weights arrived, which waited for its end
+    assert len(long.prompt_ids) > 2 * 64 and long.spans == [(4, 1), (5, len(long.completion_ids) - 1)]
+    assert [1, 2, 3] in versions[:4] and any(4 in each for each in versions[4:])
+    assert all(each[0] >= 3 for each in versions[6:])  # those that came later share no cached block with the first ones
+    assert all(span_problem(one.spans, one.weights_version, len(one.completion_ids)) is None
+               for one in completions if one.spans is not None)  # fmt: skip
+    assert report["schedule"] == "FastSchedule"
+    # weights that do not arrive end what they would have generated, and the engine goes on
+    assert "no trainer has joined this server" in report["failed"]
+    assert report["cancelled"] == ["CancelledError"] * 2 and report["left"] == 0
+    assert len(report["after"]["completion_ids"]) > 0
