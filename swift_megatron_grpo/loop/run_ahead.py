@@ -5,8 +5,10 @@ of optimizer steps behind them. The staleness of a rollout is the number of roll
 generate it and itself; in a synchronous run it is 0.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from swift_megatron_grpo.types import Rollout
 
@@ -30,16 +32,23 @@ class RunAhead:
         return first_step < self.total_steps and rollout - training <= self.max_staleness
 
     def metrics(self, number: int, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Return the staleness of the completions of a rollout; that of one is the mean over its sampled tokens."""
+        """Return the staleness of the tokens of a rollout: means of completions, the most, and the share of each."""
         spans = [rollout.spans_of_weights for rollout in rollouts]
         stale = [[(self.staleness(number, version), tokens) for version, tokens in parts] for parts in spans]
         means = [
             sum(age * tokens for age, tokens in parts) / max(sum(tokens for _, tokens in parts), 1) for parts in stale
         ]
-        return {
+        tokens_of_age = Counter[int]()
+        for age, tokens in chain.from_iterable(stale):
+            tokens_of_age[age] += tokens
+        all_tokens = max(tokens_of_age.total(), 1)
+        shares = {
+            f"rollout/staleness_{age}_frac": tokens_of_age[age] / all_tokens for age in range(self.max_staleness + 1)
+        }
+        return shares | {
             "rollout/staleness": sum(means) / len(means),
             "rollout/staleness_max": max(age for parts in stale for age, _ in parts),
-            "rollout/weight_versions": sum(map(len, spans)) / len(spans),
+            "rollout/several_weights": sum(len({version for version, _ in parts}) > 1 for parts in spans),
         }
 
     def may_start(self, rollout: int, engine_version: int, newest: int, idle: bool) -> bool:

@@ -114,11 +114,18 @@ def test_weights_in_flight_reach_completions_that_are_being_generated(
     flags = ["--train_iters", "8", "--save_steps", "100", "--lr", "3e-3", "--max_completion_length", "200"]
     run = train(dense, dataset, folder / "in flight", server, [*flags, *IN_FLIGHT, "--rollout_dump", str(rollouts)])
     assert len(run.log) == 8 and max(step["rollout/staleness_max"] for step in run.log) == 2
-    assert max(step["rollout/weight_versions"] for step in run.log) > 1
     dumped = [read_json_lines(file) for file in sorted(rollouts.glob("rollout-*.jsonl"))]
-    for number, rows in enumerate(dumped):
-        used = {version for row in rows for version, _ in row.get("spans", [[row["weights_version"], 0]])}
+    for number, (rows, logged) in enumerate(zip(dumped, run.log, strict=True)):
+        spans = [row.get("spans", [[row["weights_version"], sum(row["sampled"] or [1] * len(row["completion_ids"]))]])
+                 for row in rows]  # fmt: skip
+        used = {version for parts in spans for version, _ in parts}
         assert number - 2 <= min(used) and max(used) <= number
+        assert logged["rollout/several_weights"] == sum(len(parts) > 1 for parts in spans)
+        tokens = [sum(count for parts in spans for version, count in parts if number - version == age)
+                  for age in range(3)]  # fmt: skip
+        shares = [logged[f"rollout/staleness_{age}_frac"] for age in range(3)]
+        assert shares == pytest.approx([count / sum(tokens) for count in tokens])
+    assert sum(step["rollout/several_weights"] for step in run.log) > 0
     assert len({row["prompt_id"] for rows in dumped for row in rows}) * 4 == sum(map(len, dumped)) == 8 * 8
 
     replayed = ["--rollout_replay", str(rollouts)]

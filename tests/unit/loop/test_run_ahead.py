@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from swift_megatron_grpo.loop.run_ahead import RunAhead
+from swift_megatron_grpo.types import Prompt, Rollout, TokenSequence
 
 
 def started_ahead(rule: RunAhead, training: int, engine_version: int, idle: bool) -> list[int]:
@@ -99,3 +102,27 @@ def test_until_newer_weights_nothing_is_left_to_start(
 def test_as_many_rollouts_start_as_allowed(max_staleness: int) -> None:
     rule = RunAhead(max_staleness, 2, 0, 0, total_steps=100)
     assert started_ahead(rule, training=4, engine_version=8, idle=True) == [5, 6, 7][:max_staleness]
+
+
+def test_metrics_count_tokens_and_completions_by_the_spans_of_their_weights() -> None:
+    rule = RunAhead(2, steps_per_rollout=4, first_rollout=0, first_version=0, total_steps=100)
+
+    def rollout(*spans: tuple[int, int]) -> Rollout:
+        tokens = sum(count for _, count in spans)
+        several = list(spans) if len(spans) > 1 else None
+        return Rollout(Prompt("a", {}), [1], [2] * tokens, [-1.0] * tokens, "", "stop", spans[0][0], spans=several)
+
+    metrics = rule.metrics(
+        5, [rollout((12, 1), (16, 2), (20, 1)), rollout((20, 4)), rollout((16, 0)), rollout((16, 2))]
+    )
+    assert metrics == {
+        "rollout/staleness": (1.0 + 0.0 + 0.0 + 1.0) / 4, "rollout/staleness_max": 2, "rollout/several_weights": 1,
+        "rollout/staleness_0_frac": 5 / 10, "rollout/staleness_1_frac": 4 / 10, "rollout/staleness_2_frac": 1 / 10,
+    }  # fmt: skip
+    one = replace(rollout((20, 1)), weights_version=16, earlier=(TokenSequence([1], [2, 2], None),))
+    assert rule.metrics(5, [replace(one, spans=[(20, 1)])]) == {
+        "rollout/staleness": 2 / 3, "rollout/staleness_max": 1, "rollout/several_weights": 1,
+        "rollout/staleness_0_frac": 1 / 3, "rollout/staleness_1_frac": 2 / 3, "rollout/staleness_2_frac": 0,
+    }  # fmt: skip
+    assert rule.metrics(5, [replace(one, weights_version=20)])["rollout/several_weights"] == 0
+    assert rule.metrics(5, [rollout((20, 0))])["rollout/staleness_0_frac"] == 0  # a completion without tokens
