@@ -104,7 +104,7 @@ def test_as_many_rollouts_start_as_allowed(max_staleness: int) -> None:
     assert started_ahead(rule, training=4, engine_version=8, idle=True) == [5, 6, 7][:max_staleness]
 
 
-def test_metrics_count_tokens_and_completions_by_the_spans_of_their_weights() -> None:
+def test_metrics_count_tokens_and_completions_by_their_spans() -> None:
     rule = RunAhead(2, steps_per_rollout=4, first_rollout=0, first_version=0, total_steps=100)
 
     def rollout(*spans: tuple[int, int]) -> Rollout:
