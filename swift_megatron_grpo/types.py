@@ -228,7 +228,7 @@ class Sample:
     teacher_tokens: list[int] | None = None  # the completion after the teacher's own prompt; None: as in `tokens`
     tag: str | None = None  # of its row, which picks its teacher; None: there are not several
     rollout_logprobs: list[float] | None = None  # [c]
-    selected: list[bool] | None = None  # [c] False: --top_entropy_quantile excludes the token from the policy loss
+    selected: list[bool] | None = None  # [c] False: --top_entropy_quantile or --m2_threshold excludes it from the loss
     sft_weights: list[float] | None = None  # [c] of a given answer, which SFT trains; None: the policy has sampled it
     left_out: int = 0  # tokens that --overlong_filter excludes; the loss's denominators count them, as in ms-swift
     images: tuple[PlacedImage, ...] = ()  # in the order of their tokens

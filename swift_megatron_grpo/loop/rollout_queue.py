@@ -277,6 +277,7 @@ def logprobs_requested(config: GRPOConfig, rollout: int, first: int) -> bool:
         correction.rollout_importance_sampling_mode is not None
         or correction.log_rollout_offpolicy_metrics
         or correction.off_policy_sequence_mask_delta is not None
+        or correction.m2_threshold is not None
         or correction.old_logprobs == "engine"
         or config.max_staleness > 0
         or config.recording.dump is not None

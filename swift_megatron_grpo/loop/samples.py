@@ -108,3 +108,19 @@ def entropy_threshold(entropies: Iterable[np.ndarray], quantile: float) -> float
 
 def select_tokens(sample: Sample, entropies: np.ndarray, threshold: float) -> None:
     sample.selected = (entropies >= threshold).tolist()
+
+
+def squared_log_ratios(sample: Sample, policy: Sequence[float]) -> np.ndarray:
+    """Return (log pi - log pi_engine)^2, [c]. `policy`: the log-probs of the tokens by the trainer."""
+    if sample.rollout_logprobs is None:
+        raise RuntimeError(
+            "completions came without the engine's log-probs, which --m2_threshold compares with the policy's; leave "
+            "it out or, with --rollout_replay, use a folder with logprobs"
+        )
+    return np.square(np.asarray(policy, np.float64) - np.asarray(sample.rollout_logprobs, np.float64))
+
+
+def mask_tokens(sample: Sample, squares: np.ndarray, limit: float) -> None:
+    """Exclude tokens whose squared log-ratio reaches the limit, as well as those that are not selected already."""
+    selected = np.ones(len(squares), bool) if sample.selected is None else np.asarray(sample.selected, bool)
+    sample.selected = (selected & (squares < limit)).tolist()

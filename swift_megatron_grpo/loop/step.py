@@ -22,7 +22,7 @@ GRPOLoop.train_step
  |       |- log-ratios of a teacher          Reference.infer of the teacher, with --teacher_model
  |       '- reference log-probs              Reference.infer, if beta > 0 and KL is in the loss
  |- TrainingBatches.next
- |- entropies, select_tokens                 with --top_entropy_quantile < 1
+ |- select_tokens, mask_tokens               with --top_entropy_quantile < 1, with --m2_threshold
  |- AnswerSource.of_step                     with --chord_sft_dataset
  |- MegatronEngine.train_step                forward, backward, update
  '- KlController.observe                     adaptive beta
@@ -45,7 +45,14 @@ from swift_megatron_grpo.loop.checks.experts import check_reported
 from swift_megatron_grpo.loop.checks.sequences import check_sequences
 from swift_megatron_grpo.loop.rollouts import Rollouts
 from swift_megatron_grpo.loop.run_ahead import RunAhead
-from swift_megatron_grpo.loop.samples import entropy_threshold, samples_of, select_tokens, without_routing
+from swift_megatron_grpo.loop.samples import (
+    entropy_threshold,
+    mask_tokens,
+    samples_of,
+    select_tokens,
+    squared_log_ratios,
+    without_routing,
+)
 from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.step_context import PhaseTimer, StepContext
 from swift_megatron_grpo.loop.training_batches import TrainingBatches
@@ -54,6 +61,7 @@ from swift_megatron_grpo.packing.collate import num_completions
 from swift_megatron_grpo.settings.config import GRPOConfig
 from swift_megatron_grpo.settings.losses import LossConfig
 from swift_megatron_grpo.training.loss import effective_sample_size, make_loss, reads_entropy, with_answers
+from swift_megatron_grpo.training.loss.correction import second_moment_limit
 from swift_megatron_grpo.training.loss.kl import KlController, divergences
 from swift_megatron_grpo.training.passes import Output
 from swift_megatron_grpo.types import Graded, Prompt, Sample
@@ -165,8 +173,9 @@ class GRPOLoop:
                 "no completion of this step is trained, so its loss and gradient are 0: --overlong_filter (use a "
                 "larger --max_completion_length) or --bad_reward drop has excluded all of them"
             )
-        if self.config.top_entropy_quantile < 1:
-            with step.timer("entropies"):
+        by_entropy = self.config.top_entropy_quantile < 1
+        if by_entropy or self.config.loss.correction.m2_threshold is not None:
+            with step.timer("entropies" if by_entropy else "log_ratios"):
                 self._select_tokens(samples, step)
         with step.timer("train"):
             self.stages.residency.for_training()
@@ -223,11 +232,25 @@ class GRPOLoop:
             self.kl_controller.observe(kl_per_token, completions)
 
     def _select_tokens(self, samples: list[Sample], step: StepContext) -> None:
-        training = self.stages.training
-        values = training.infer(samples, ("logprob", "entropy"))
-        of_rank = {index: np.asarray(value.entropies, np.float32) for index, value in values.items()}
-        gathered = self.stages.coordinator.gather_samples(of_rank, training.parallel)
-        threshold = entropy_threshold(gathered.values(), self.config.top_entropy_quantile)
-        for index, entropies in gathered.items():
-            select_tokens(samples[index], entropies, threshold)
-        step.metrics["entropy/entropy_threshold"] = threshold
+        """Exclude tokens from the policy loss, by values of all tokens of the step."""
+        training, gather = self.stages.training, self.stages.coordinator.gather_samples
+        quantile, second_moment = self.config.top_entropy_quantile, self.config.loss.correction.m2_threshold
+        values = training.infer(samples, ("logprob", "entropy") if quantile < 1 else ("logprob",))
+        for sample in samples:
+            sample.selected = None
+        if quantile < 1:
+            of_rank = {index: np.asarray(value.entropies, np.float32) for index, value in values.items()}
+            gathered = gather(of_rank, training.parallel)
+            threshold = entropy_threshold(gathered.values(), quantile)
+            for index, entropies in gathered.items():
+                select_tokens(samples[index], entropies, threshold)
+            step.metrics["entropy/entropy_threshold"] = threshold
+        if second_moment is not None:
+            of_rank = {index: squared_log_ratios(samples[index], value.logprobs) for index, value in values.items()}
+            gathered = gather(of_rank, training.parallel)
+            limit = second_moment_limit(gathered.values(), second_moment)
+            for index, squares in gathered.items():
+                mask_tokens(samples[index], squares, limit)
+            every = np.concatenate(list(gathered.values()))
+            step.metrics["m2/second_moment"] = float(every.mean()) if every.size else 0.0
+            step.metrics["m2/masked_frac"] = float((every >= limit).mean()) if every.size else 0.0

@@ -176,6 +176,7 @@ class Algorithm(Flags):
             ("importance_sampling_level", self.loss.importance_sampling_level, "token"),
             ("top_entropy_quantile", self.top_entropy_quantile, 1.0),
             ("rollout_importance_sampling_mode", self.loss.correction.rollout_importance_sampling_mode, None),
+            ("m2_threshold", self.loss.correction.m2_threshold, None),
         ]
         for name, value, neutral in token_flags:
             if value != neutral:

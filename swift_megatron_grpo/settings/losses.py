@@ -61,6 +61,14 @@ class Correction(Flags):
     off_policy_sequence_mask_delta: Annotated[
         float | None, AtLeast(0, use=0.5, why="a negative one masks completions on which both policies agree")
     ] = None
+    m2_threshold: Annotated[float | None, Above(0, use=0.04, why="it is a mean of squares")] = flag(
+        None,
+        "Limit of the mean squared log-ratio of a step's tokens, of the policy to the one that sampled them (vLLM's "
+        "log-probs). The tokens with the largest squares are left out of the policy loss until the mean of the others "
+        "is below it. This is M2PO's mask (arXiv 2510.01161), for completions of old weights; it costs one more "
+        "forward pass per step. Default: none.",
+        example="0.04",
+    )
     old_logprobs: OldLogprobs = flag(
         "policy",
         "Old log-probs, the denominator of the clipped ratio. policy: the trainer's own, which a pass computes before "

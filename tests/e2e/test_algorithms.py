@@ -25,7 +25,7 @@ FLAGS = [*CANNED, "--steps_per_generation", "2", "--train_iters", "4", "--save_s
          "--dynamic_sample", "true", "--max_resample_times", "2", "--overlong_filter", "true",
          "--top_entropy_quantile", "0.5", "--log_entropy", "true", "--entropy_coef", "0.01", "--loss_type", "fipo",
          "--rollout_importance_sampling_mode", "sequence_mask", "--log_rollout_offpolicy_metrics", "true",
-         "--off_policy_sequence_mask_delta", "0.01"]  # fmt: skip
+         "--off_policy_sequence_mask_delta", "0.01", "--m2_threshold", "0.04"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

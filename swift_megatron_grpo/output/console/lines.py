@@ -15,7 +15,7 @@ _LETTERS = {
     "train": "T", "generation": "G", "old_logprobs": "O", "ref_logprobs": "R", "teacher_logprobs": "H",
     "weight_sync": "W", "sync_check": "C", "grading": "F", "phase_switch": "P",
     "entropies": "E", "kl_in_reward": "K", "dump": "D", "replay": "D",
-    "router_agreement": "A",
+    "router_agreement": "A", "log_ratios": "M",
 }  # fmt: skip
 _OTHER = "."  # checkpoints, evaluation, logs
 

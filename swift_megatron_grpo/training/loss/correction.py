@@ -3,7 +3,8 @@
 rho = pi_old / pi_rollout: the trainer's probability of a token when it was generated, over the inference engine's.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -61,6 +62,18 @@ def near_policy(terms: Terms, delta: float) -> torch.Tensor:
     generated = terms.old if batch.rollout_logprobs is None else batch.rollout_logprobs
     drift = rows.mean(generated - terms.logprobs)
     return ~((drift > delta) & (rows.mean(terms.advantages) < 0))
+
+
+def second_moment_limit(squares: Iterable[np.ndarray], threshold: float) -> float:
+    """Return the least square to mask, so that the mean of the smaller ones is below `threshold`; inf: mask none.
+
+    M2PO, https://arxiv.org/abs/2510.01161: `squares` are (log pi - log pi_generated)^2 of all tokens of a step, [c] of
+    each sample. The largest ones are masked, and equal ones together, so that neither packing nor ranks decide which.
+    """
+    ascending = np.sort(np.concatenate([np.zeros(0), *squares]))
+    means = ascending.cumsum() / np.arange(1, len(ascending) + 1)  # of each beginning; they ascend as well
+    kept = int(np.searchsorted(means, threshold))
+    return float(ascending[kept]) if kept < len(ascending) else math.inf
 
 
 @torch.no_grad()

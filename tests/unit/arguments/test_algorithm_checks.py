@@ -64,6 +64,8 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {**REAL, "top_entropy_quantile": 0.2},
         ["--top_entropy_quantile 0.2", "scores whole completions"],
     ),
+    "real moment": ({**REAL, "m2_threshold": 0.04}, ["--m2_threshold 0.04", "scores whole completions"]),
+    "no moment": ({"m2_threshold": 0.0}, ["--m2_threshold 0 must be above 0", "use --m2_threshold 0.04"]),
     "real weights": (
         {**REAL, "rollout_importance_sampling_mode": "token_mask"},
         ["applies to single tokens"],
@@ -114,6 +116,7 @@ ACCEPTED: list[dict[str, Any]] = [
     {"dynamic_sample": True, "spare_groups": "auto"},
     {"dynamic_sample": True, "spare_groups": "16"},
     {"old_logprobs": "engine", "off_policy_sequence_mask_delta": 0.5},
+    {"m2_threshold": 0.04, "rollout_importance_sampling_mode": "token_truncate"},
     {"delta": 2.0},
     {"dual_clip": 3.0, "loss_type": "dapo"},
     {"kl_target": 0.01},

@@ -45,11 +45,12 @@ def test_without_readers_the_first_rollout_and_every_nth_have_them(
         {"correction": Correction(rollout_importance_sampling_mode="token_truncate")},
         {"correction": Correction(log_rollout_offpolicy_metrics=True)},
         {"correction": Correction(off_policy_sequence_mask_delta=0.1)},
+        {"correction": Correction(m2_threshold=0.04)},
         {"correction": Correction(old_logprobs="engine")},
         {"max_staleness": 1},
         {"dump": "folder"},
     ],
-    ids=["correction", "metrics", "mask", "old", "staleness", "dump"],
+    ids=["correction", "metrics", "mask", "second moment", "old", "staleness", "dump"],
 )
 def test_a_reader_gets_them_with_every_rollout(reader: dict[str, Any]) -> None:
     assert requested(0, 0, **reader) == list(range(12))

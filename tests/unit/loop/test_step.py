@@ -267,6 +267,23 @@ def test_only_tokens_of_high_entropy_are_selected() -> None:
     assert [sample.selected for sample in run.policy.trained[0]] == [[False]] * 2 + [[True]] * 4
 
 
+def test_tokens_that_have_moved_too_far_are_masked_before_each_step() -> None:
+    """Every token has the log-prob -1 in the engine, and -2 in the policy, to which a step adds 0.5."""
+    masked = replace(LOSS, correction=Correction(m2_threshold=0.04))
+    run = fake_run(steps_per_generation=3, loss=masked)
+    metrics = train(run, 3)
+    assert [step["m2/second_moment"] for step in metrics] == [1.0, 0.25, 0.0]
+    assert [step["m2/masked_frac"] for step in metrics] == [1, 1, 0] and all(
+        "time/log_ratios" in step for step in metrics
+    )
+    selected = [[sample.selected for sample in batch] for batch in run.policy.trained]
+    assert selected == [[[False]] * 2, [[False]] * 2, [[True]] * 2]
+    assert all(run.engine.with_logprobs)
+    both = fake_run(loss=replace(LOSS, correction=Correction(m2_threshold=2.0)), top_entropy_quantile=0.5)
+    assert train(both, 1)[0]["m2/masked_frac"] == 0 and both.events.count("infer") == 1  # one pass for both
+    assert [sample.selected for sample in both.policy.trained[0]] == [[False]] * 2 + [[True]] * 4
+
+
 def test_log_probs_are_compared_with_the_engines_once() -> None:
     run = fake_run(rounding=0.001)
     train(run, 3)
