@@ -29,7 +29,7 @@ AREAS = {
     "Data": ("Data",),
     "Batches and speed": ("MicroBatches", "Kernels", "Offloading"),
     "Reference and teacher": ("Reference", "Teacher", "Rlsd", "Sdar"),
-    "vLLM and servers": ("Sampling", "Servers", "ApiKey", "Asynchronous"),
+    "vLLM and servers": ("Sampling", "Servers", "ApiKey", "Asynchronous", "Speculation"),
     "LoRA, quantization and weight sync": ("Adapter",),
     "Rollouts on disk": ("Recording",),
     "Checkpoints": ("Checkpoints",),

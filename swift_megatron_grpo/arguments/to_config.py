@@ -14,6 +14,7 @@ from swift_megatron_grpo.settings import adapter, asynchronous, batches, config,
 from swift_megatron_grpo.settings.algorithm import Algorithm
 from swift_megatron_grpo.settings.sampling import Evaluation, Sampling
 from swift_megatron_grpo.settings.servers import Servers
+from swift_megatron_grpo.settings.speculation import Speculation
 
 _BUCKET_VARIABLE = "SWIFT_UPDATE_WEIGHTS_BUCKET_SIZE"  # ms-swift's, in MiB
 
@@ -83,6 +84,7 @@ def _engine(args: GRPOArguments, plan: batches.BatchSizes) -> config.VllmConfig:
         hf_overrides=args.of(positions.Positions).overrides(args.model_config),
         returns_experts=args.of(routing.Routing).requested(1) > 0,
         has_experts=args.model_shape.experts is not None,
+        drafts=args.of(Speculation).drafts,
     )
 
 

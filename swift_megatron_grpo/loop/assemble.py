@@ -3,9 +3,10 @@
 import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from swift_megatron_grpo.generation.interface import GenerationEngine
 from swift_megatron_grpo.generation.local.conversations import MultiTurnVllm
 from swift_megatron_grpo.generation.local.engine import LocalVllm, memory_to_start
 from swift_megatron_grpo.generation.requests import infer_request
+from swift_megatron_grpo.generation.vllm.drafts import HISTORY_BYTES
 from swift_megatron_grpo.grading.rewards import RewardFunctions
 from swift_megatron_grpo.loop.checks.canary import build_canary
 from swift_megatron_grpo.loop.checks.experts import RouterAgreement
@@ -32,7 +34,13 @@ from swift_megatron_grpo.loop.trace import Trace
 from swift_megatron_grpo.loop.weight_sync import WeightSync
 from swift_megatron_grpo.output.recording.folder import RolloutDump
 from swift_megatron_grpo.output.recording.folder import Settings as RecordingSettings
-from swift_megatron_grpo.output.recording.reading import EarlierRollouts, RolloutReplay, can_be_used
+from swift_megatron_grpo.output.recording.reading import (
+    EarlierRollouts,
+    RolloutReplay,
+    Text,
+    can_be_used,
+    recorded_texts,
+)
 from swift_megatron_grpo.output.recording.rows import BadRow, Limits
 from swift_megatron_grpo.output.recording.unfinished import (
     UnfinishedRollout,
@@ -192,12 +200,16 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, fi
         export = WeightExport(models.bridge, models.unwrapped, adapter_only, left_out)
         sync = WeightSync(config.adapter, generation, residency, export, canary, run.coordinator, run.logger)
     dump, earlier = _dump(config, run, first_new_rollout)
+    drafts = generation.drafts if isinstance(generation, LocalVllm) else None
+    if drafts is not None and recording.continues:
+        drafts.remember(_recorded_texts(config, run.coordinator, first_new_rollout))
     return Stages(
         prompts=prompt_source(config, run, taken=run.rollouts_done * config.batch.rollout_prompts),
         answers=_answers(config, run),
         spare_prompts=prompt_source(config, run, spare=True),
         image_reader=run.image_reader,
         generation=generation,
+        drafts=drafts,
         rewards=run.rewards,
         training=training,
         reference=reference_policy(config, models, training, run.coordinator),
@@ -352,6 +364,18 @@ def _dump(
     dump = RolloutDump(folder, run.recording, first_new_rollout, writes, media_digests, flags, keeps_later=uses)
     reader = EarlierRollouts(folder, _limits(config, run), media_digests, run.logger.info)
     return dump, reader if uses else None
+
+
+def _recorded_texts(config: GRPOConfig, coordinator: Coordinator, before: int) -> Iterator[Text]:
+    """Return what rank 0 finds in the dump, on all ranks: those of an engine must draft the same."""
+    folder = config.recording.dump
+
+    def read() -> list[Text]:
+        if folder is None or coordinator.rank:
+            return []
+        return recorded_texts(folder, before, HISTORY_BYTES, config.vocabulary)
+
+    return chain.from_iterable(coordinator.all_gather_or_raise(read, "reading dumped rollouts"))
 
 
 def _limits(config: GRPOConfig, run: RunInputs) -> Limits:

@@ -7,6 +7,7 @@ from itertools import count
 from typing import Any
 
 from swift_megatron_grpo.generation.interface import Share
+from swift_megatron_grpo.generation.vllm.drafts import DraftCounts
 from swift_megatron_grpo.grading.results import resample, total_rewards
 from swift_megatron_grpo.grading.rewards import call_reward_functions
 from swift_megatron_grpo.loop.rollout_queue import RolloutQueue
@@ -51,6 +52,7 @@ class Rollouts:
             self._queue.start_ahead(rollout, step)  # only now: the draws come first
         else:
             graded, _ = self._draw(rollout, 0, prompts, step, ahead_of=rollout)
+        step.metrics.update(self._take_draft_counts())
         if self._ahead.max_staleness:
             step.metrics.update(self._ahead.metrics(rollout, [completion.rollout for completion in graded]))
         return graded
@@ -61,6 +63,8 @@ class Rollouts:
         graded: Recorded = {}
         for groups in self._queue.collect(started, step):
             graded |= self._grade(groups, started.group_size, step)
+        self._draft_from(graded)
+        self._take_draft_counts()  # the log has those of rollouts
         return self._with_totals(graded)
 
     def _draw(
@@ -89,6 +93,7 @@ class Rollouts:
             if dump is not None and len(graded) < started.size:
                 drawn = (new[index] for index in sorted(new) if index < size)
                 dump.append(rollout, draw, [Graded(completion, rewards, None, 0.0) for completion, rewards in drawn])
+        self._draft_from(graded)
         result = self._with_totals({index: graded[index] for index in range(size)})
         if dump is not None:
             with step.timer("dump"):
@@ -96,6 +101,28 @@ class Rollouts:
                     lambda: dump.write(rollout, draw, result), "--rollout_dump"
                 )
         return result, {index - size: graded[index] for index in range(size, started.size)}
+
+    def _draft_from(self, graded: Recorded) -> None:
+        """Let every engine draft from these completions from now on, whichever has generated them."""
+        if self._stages.drafts is not None:
+            self._stages.drafts.remember(
+                (completion.prompt_ids, completion.completion_ids) for completion, _ in graded.values()
+            )
+
+    def _take_draft_counts(self) -> dict[str, float]:
+        """Return metrics of the drafts since the last call, of all engines; none without drafts."""
+        drafts, engine = self._stages.drafts, self._stages.generation
+        if drafts is None:
+            return {}
+        assert engine is not None
+        counts = drafts.take_counts()  # of an engine, so every rank of it has the same
+        gathered = self._stages.coordinator.all_gather(counts if engine.share.reports else DraftCounts())
+        total = sum(gathered, start=DraftCounts())
+        return {
+            "drafts/verified": float(total.drafted),
+            "drafts/accepted": float(total.accepted),
+            "drafts/steps_saved": total.accepted / total.tokens if total.tokens else 0.0,
+        }
 
     def _replayed(self, rollout: int, draw: int, prompts: Sequence[Prompt], step: StepContext) -> list[Graded]:
         assert self._stages.replay is not None

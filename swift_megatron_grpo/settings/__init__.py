@@ -15,6 +15,7 @@ images.py        trained parts of a model with images
 routing.py       router replay
 sampling.py      sampling in training and in evaluation, lengths
 servers.py       vLLM here or behind servers
+speculation.py   drafts that vLLM verifies
 asynchronous.py  generation ahead of training
 rewards.py       weights of rewards, and who grades
 reward_models.py  models that grade

@@ -50,6 +50,7 @@ class VllmConfig(Engine):
     hf_overrides: dict[str, Any] = field(default_factory=dict)  # values of config.json that this run changes
     returns_experts: bool = False  # the engine reports which experts its routers choose
     has_experts: bool = False
+    drafts: int = 0  # the most of a request in a step
 
 
 CANARY_TOKENS = 128  # at most, of the text that verifies weight syncs

@@ -1,7 +1,7 @@
-"""The parts of vLLM's two model runners on which position_noise.py relies.
+"""The parts of vLLM's two model runners on which position_noise.py, verification.py and drafts.py rely.
 
 If one of these fails, read the difference and adapt generation/vllm/position_noise.py: seeded completions would be
-sampled by vLLM's generators again, or with the noise of other positions.
+sampled by vLLM's generators again, or with the noise of other positions, or depend on drafts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ def upstream() -> dict[str, Any]:
     result: dict[str, Any] = result_of(
         """
         from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
+        from vllm.v1.sample.rejection_sampler import RejectionSampler, rejection_sample
         from vllm.v1.sample.sampler import Sampler
+        from vllm.v1.spec_decode.custom_class_proposer import create_custom_proposer
         from vllm.v1.worker.cpu_model_runner import CPUModelRunner
         from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
         from vllm.v1.worker.gpu_input_batch import InputBatch
@@ -35,6 +37,11 @@ def upstream() -> dict[str, Any]:
             "chosen": source(TopKTopPSampler.__init__),
             "filters": parameters(apply_top_k_top_p),
             "kernel": parameters(gumbel_sample),
+            "verification": parameters(rejection_sample),
+            "verifies": source(RejectionSampler.forward),
+            "proposes": source(GPUModelRunner.propose_draft_token_ids),
+            "asks": source(GPUModelRunner._input_fits_in_drafter),
+            "proposer": source(create_custom_proposer),
         }
         """
     )
@@ -68,6 +75,23 @@ def test_a_requests_tokens_are_counted_after_each_sample() -> None:
     bookkeeping = upstream()["bookkeeping_source"]
     assert "self.input_batch.num_tokens_no_spec[req_idx] = end_idx" in bookkeeping
     assert "sampled_ids = [-1]" in bookkeeping  # with asynchronous scheduling as well, before the token is known
+
+
+def test_drafts_are_verified_by_one_function_of_a_module() -> None:
+    """Its arguments by place are those of position_noise.verify; what it returns decides about log-probs as well."""
+    assert upstream()["verification"][:8] == ["draft_token_ids", "num_draft_tokens", "max_spec_len",
+                                              "cu_num_draft_tokens", "draft_probs", "target_logits", "bonus_token_ids",
+                                              "sampling_metadata"]  # fmt: skip
+    forward = upstream()["verifies"]
+    assert "output_token_ids = rejection_sample(" in forward
+    assert forward.index("self.sampler(") < forward.index("rejection_sample(") < forward.index("_get_logprobs_tensors(")
+
+
+def test_a_class_by_its_name_proposes_after_every_step_that_fits() -> None:
+    """drafts.py reads the names of requests from the runner, and raises the limit to which a step fits."""
+    assert "self.drafter).propose(\n" in upstream()["proposes"] and "custom_class" in upstream()["proposes"]
+    assert "<= self.effective_drafter_max_model_len" in upstream()["asks"]
+    assert "user_class(vllm_config)" in upstream()["proposer"]
 
 
 def test_the_second_runners_kernel_takes_seed_and_position() -> None:

@@ -200,7 +200,7 @@ def fake_run(
         prompts=PromptSource(ROWS, seed=1, shuffle=True, taken=rollouts_done * PROMPTS),
         spare_prompts=PromptSource(ROWS, 2, True, label="spare-"),
         answers=None,
-        image_reader=None, generation=engine, sync=engine, coordinator=ranks, replay=None, training=policy,
+        image_reader=None, generation=engine, drafts=None, sync=engine, coordinator=ranks, replay=None, training=policy,
         rewards=RewardFunctions(["length"], [length]),
         reference=Reference(events) if loss.beta else None,
         moving_reference=None,

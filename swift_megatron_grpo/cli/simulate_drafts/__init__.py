@@ -3,7 +3,8 @@
     command.py  the command, and its tables
     dump.py     reads the tokens of dumped rollouts
     replay.py   rollouts side by side, step by step, with exact acceptance of drafts
-    texts.py    texts that share a prompt, and the draft of their longest match
+
+An engine with drafts finds them in the same way: generation/vllm/texts.py.
 
 Tests: tests/unit/cli/simulate_drafts.
 """

@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from swift_megatron_grpo.cli.simulate_drafts.texts import Texts
+from swift_megatron_grpo.generation.vllm.texts import Texts
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from swift_megatron_grpo.generation.requests import infer_request, request_confi
 from swift_megatron_grpo.generation.vllm import fast_logprobs, fast_outputs, images, position_noise
 from swift_megatron_grpo.generation.vllm import sampling as vllm_sampling
 from swift_megatron_grpo.generation.vllm.adapter import load_adapter
+from swift_megatron_grpo.generation.vllm.drafts import GroupDrafts
 from swift_megatron_grpo.runtime.stopping.request import RunStopped, StopRequest
 from swift_megatron_grpo.settings.config import SamplingConfig, VllmConfig
 from swift_megatron_grpo.types import Rollout, ScoredText
@@ -73,6 +74,7 @@ class LocalVllm:
         self._asleep = frozenset[str]()
         self._engine = _build(config, template, self._sleep_level > 0, seed=config.seed + group)
         self._name = f"engine {group}"
+        self.drafts = _drafts_of(self._engine) if config.drafts else None
         model = self._engine.inner_model
         layers = layers_that_quantize(model, self._engine.engine.vllm_config)
         self._loaded_weights = LoadedWeights(model, config.torch_dtype, self._name, layers)
@@ -105,6 +107,8 @@ class LocalVllm:
 
     def _generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> dict[int, Rollout]:
         rollouts = self._complete(requests, sampling)
+        if self.drafts is not None:
+            self.drafts.end_generation(sum(len(rollout.completion_ids) for rollout in rollouts))
         if not self.share.reports:
             return {}
         return {request.index: rollout for request, rollout in zip(requests, rollouts, strict=True)}
@@ -255,6 +259,14 @@ def _build(config: VllmConfig, template: Template, sleep_mode: bool, seed: int) 
     swift_utils.set_expandable_segments(True)
     fast_outputs.speed_up_decoding(engine.engine)
     return engine
+
+
+def _drafts_of(engine: GRPOVllmEngine) -> GroupDrafts:
+    """Return what vLLM has built by the name in its settings; it takes part in the steps of this rank's worker."""
+    runner = engine.inner_model_executor.driver_worker.worker.model_runner
+    drafts: GroupDrafts = runner.drafter
+    drafts.follow(runner)
+    return drafts
 
 
 # ---- completions: ms-swift encodes prompts, and vLLM returns only what is used

@@ -11,6 +11,7 @@ import torch
 from pydantic import ValidationError
 from vllm.engine.arg_utils import EngineArgs
 
+from swift_megatron_grpo.generation.vllm import drafts
 from swift_megatron_grpo.generation.vllm.images import knows_times_of_frames
 from swift_megatron_grpo.settings.config import VllmConfig
 from swift_megatron_grpo.weights.load import quantization
@@ -46,6 +47,11 @@ def check_engine_settings(config: VllmConfig) -> None:
         raise ValueError(
             f"--rollout_quantization {kind}: this vLLM refuses it: {problem}; install vLLM 0.25.1, or use "
             "--rollout_quantization none"
+        )
+    if config.drafts and _problem(replace(config, drafts=0)) is None:
+        raise ValueError(
+            f"--speculative_rollouts history: this vLLM refuses it with these settings: {problem}; use "
+            "--speculative_rollouts off"
         )
     kwargs = config.vllm_engine_kwargs
     for name in kwargs:
@@ -94,7 +100,7 @@ def further_settings(config: VllmConfig) -> dict[str, Any]:
     """Return the settings of this run that only vLLM has, which ms-swift's engine passes on."""
     reports = {"enable_return_routed_experts": True} if config.returns_experts else {}
     quantized = quantization.engine_settings(config.rollout_quantization)
-    return {"hf_overrides": dict(config.hf_overrides), **reports, **quantized}
+    return {"hf_overrides": dict(config.hf_overrides), **reports, **quantized, **drafts.engine_settings(config.drafts)}
 
 
 def _name(dtype: torch.dtype) -> str:

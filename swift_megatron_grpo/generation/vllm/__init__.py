@@ -6,6 +6,9 @@
     fast_logprobs.py  log-probs of sampled tokens with less work on the GPU and on the host
     logprob_kernel.py  their Triton kernel
     position_noise.py  samples seeded requests with noise of their seed and position
+    verification.py   accepts a draft where it is the sample of its position
+    drafts.py         drafts for running requests, and the completions of earlier rollouts
+    texts.py          texts that share a prompt, and the draft of their longest match
     fast_schedule.py  vLLM's schedule of a step in which every running request gets one token
     fast_outputs.py   appends the tokens of a step to their requests, and passes them on in batches; installs both
     known_scheduler.py  the versions and settings of vLLM in which both make the same changes as vLLM

@@ -26,11 +26,12 @@ _FLAGS = {
     "quantization": "rollout_quantization", EXPERTS: "router_replay_mode",
 }  # fmt: skip
 _PARALLEL = "an engine is one tensor-parallel group of training ranks; use --vllm_tensor_parallel_size"
+_BY_CHANCE = "vLLM accepts draft tokens by chance, so completions depend on them, and a draft model receives no weights"
 # A name that ends in an underscore is the beginning of a family of names.
 _REASONS = {
     "the trainer sends weights of 16 or 32 bits, which vLLM quantizes with --rollout_quantization fp8":
         "quantization_config",
-    "the log-probs of draft tokens are not those of the policy, and a draft model receives no weights":
+    f"{_BY_CHANCE}: drafts that change no completion come with --speculative_rollouts history":
         "speculative_config spec_",
     "the trainer reads the log-probs of the sampled distribution":
         "logprobs_mode kv_sharing_fast_prefill swa_bounded_replay",
@@ -65,6 +66,7 @@ _BY_SERVERS = {
     "enable_expert_parallel": "use --vllm_enable_expert_parallel",
     "disable_custom_all_reduce": "use --vllm_disable_custom_all_reduce",
     "enable_sleep_mode": "a server does not share its GPUs with a trainer, so it never sleeps",
+    **dict.fromkeys(("speculative_config", "spec_"), _BY_CHANCE),
 }
 _PARALLEL_SERVER = "a server's engine is parallel by --vllm_tensor_parallel_size and --vllm_data_parallel_size"
 REFUSED_BY_SERVERS: Mapping[str, str] = {

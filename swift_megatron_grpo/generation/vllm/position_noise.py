@@ -3,14 +3,15 @@
 vLLM's first model runner gives each seeded request a random number generator and draws from one after the other: a
 kernel launch for each completion and token. Its second runner has noise of seed and position already. With such noise
 a token depends on its request alone: not on the batch, on preemption or on where a completion was cut and continued.
-vLLM applies penalties, temperature, min-p, top-k and top-p, and computes the log-probs.
+vLLM applies penalties, temperature, min-p, top-k and top-p, and computes the log-probs. Drafts are verified by the same
+noise (verification.py).
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from swift_megatron_grpo.generation.vllm.verification import accepted
 from swift_megatron_grpo.runtime.import_hooks import after_import
+from swift_megatron_grpo.runtime.replaced import replaced
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
 _GOLDEN, _FIRST, _SECOND = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -37,6 +40,16 @@ class Rows:
     seeded: list[bool]
     needs_others: bool  # requests without a seed, whose tokens are not the most likely ones, are among them
 
+    def behind(self, drafts: Sequence[int]) -> Rows:
+        """Return the rows behind the last draft of each request."""
+        return replace(self, positions=self.positions + np.asarray(drafts))
+
+    def of_drafts(self, drafts: Sequence[int]) -> Rows:
+        """Return the rows that decide on drafts, request by request."""
+        counts = np.asarray(drafts)
+        offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        return replace(self, seeds=np.repeat(self.seeds, counts), positions=np.repeat(self.positions, counts) + offsets)
+
 
 def sample_by_position() -> None:
     """Install this in the process; once is enough."""
@@ -52,16 +65,22 @@ def install_in(module: ModuleType) -> None:
 
     def sample(self: Any, logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
         rows = rows_of(self)
-        if rows is None or spec_decode_metadata is not None:
+        if rows is None:
             return stock(self, logits, spec_decode_metadata)
         self.input_batch.generators.clear()  # also, vLLM turns them back after steps that sample no token
         sampler = self.sampler.topk_topp_sampler
-        forward = sampler.forward
-        sampler.forward = partial(sample_rows, rows, forward, sampler.logprobs_mode)
-        try:
+        drafts = [] if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
+        if not any(drafts):  # a plain step, also where vLLM comes with metadata of no drafts
+            with replaced(sampler, "forward", partial(sample_rows, rows, sampler.forward, sampler.logprobs_mode)):
+                return stock(self, logits, None)
+        from vllm.v1.sample import rejection_sampler
+
+        behind = partial(sample_rows, rows.behind(drafts), sampler.forward, sampler.logprobs_mode)
+        with (
+            replaced(sampler, "forward", behind),
+            replaced(rejection_sampler, "rejection_sample", partial(verify, rows)),
+        ):
             return stock(self, logits, spec_decode_metadata)
-        finally:
-            sampler.forward = forward
 
     runner._sample = sample
 
@@ -76,6 +95,27 @@ def rows_of(runner: Any) -> Rows | None:
     others = any(name in batch.random_reqs for name, has in zip(batch.req_ids, seeded, strict=True) if not has)
     positions = batch.num_tokens_no_spec[: len(seeds)].astype(np.int64)
     return Rows(np.array([seed or 0 for seed in seeds], np.int64), positions, seeded, others)
+
+
+def verify(
+    rows: Rows,
+    draft_token_ids: torch.Tensor,
+    num_draft_tokens: Sequence[int],
+    max_spec_len: int,
+    cu_num_draft_tokens: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    target_logits: torch.Tensor,
+    bonus_token_ids: torch.Tensor,
+    metadata: Any,
+    **_: Any,
+) -> torch.Tensor:
+    """Stand in for `rejection_sample`: drafted rows get the noise that their positions have without drafts."""
+    if rows.needs_others and any(n and not seeded for n, seeded in zip(num_draft_tokens, rows.seeded, strict=True)):
+        raise RuntimeError("a request without a seed has drafts, which are exact for seeded requests alone")
+    drafted = rows.of_drafts(num_draft_tokens)
+    sample = partial(noisy_argmax, seeds=drafted.seeds, positions=drafted.positions)
+    greedy = None if metadata.all_greedy else metadata.temperature == 0
+    return accepted(sample, draft_token_ids, num_draft_tokens, max_spec_len, target_logits, bonus_token_ids, greedy)
 
 
 def sample_rows(

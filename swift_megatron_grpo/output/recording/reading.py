@@ -2,7 +2,9 @@
 
 import logging
 import re
+from array import array
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 from swift_megatron_grpo.output.disk.files import write_durably
@@ -12,6 +14,7 @@ from swift_megatron_grpo.types import Prompt, Rollout
 
 logger = logging.getLogger(__name__)
 _NAME = re.compile(r"rollout-(\d+)(?:-draw-(\d+))?\.(?:jsonl|partial)")
+Text = tuple["array[int]", "array[int]"]  # the tokens of a prompt and of its completion
 Recorded = dict[int, tuple[Rollout, rows.Rewards]]  # by index of the request
 
 
@@ -46,6 +49,32 @@ class RolloutReplay:
             rollouts.append(completion)
             rewards.append(scores)
         return rollouts, rewards
+
+
+def recorded_texts(folder: Path, before: int, most_bytes: int, vocabulary: int) -> list[Text]:
+    """Return prompts and completions of the newest rollouts before this one, oldest first, in files of so many bytes.
+
+    A file that is damaged or of another model is left out: only the speed of generation depends on them.
+    """
+    newest: list[list[Text]] = []
+    for number in reversed([number for number in recording.recorded_rollouts(folder) if number < before]):
+        for path in reversed(recording.draw_paths(folder, number)):
+            try:
+                most_bytes -= path.stat().st_size
+                if most_bytes < 0:
+                    return list(chain.from_iterable(reversed(newest)))
+                newest.append([_text(line, vocabulary) for line in recording.read_lines(path)])
+            except (rows.BadRow, OSError) as problem:
+                logger.warning(f"{path} is not drafted from: {problem}")
+    return list(chain.from_iterable(reversed(newest)))
+
+
+def _text(line: bytes, vocabulary: int) -> Text:
+    tokens = rows.tokens_of(line)
+    largest = max(tokens.prompt_ids + tokens.completion_ids, default=0)
+    if largest >= vocabulary:
+        raise rows.BadRow(f"token {largest} is none of the model's {vocabulary}")
+    return array("i", tokens.prompt_ids), array("i", tokens.completion_ids)
 
 
 def _check_same_prompt(first: Rollout, completion: Rollout) -> None:

@@ -256,6 +256,21 @@ def fix_first_runner(gpu_model_runner: Any) -> None:
     capture_in_first_runner(gpu_model_runner)
 
 
+def expand_by_request(rejection_sampler: Any) -> None:
+    """Give rows of drafts the temperature, top-k and top-p of their requests.
+
+    vLLM 0.32's CPU kernel writes all but int64 to a copy and drops it, so they had what was in memory before.
+    """
+
+    def expand_batch_to_tokens(
+        x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+    ) -> torch.Tensor:
+        counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
+        return torch.repeat_interleave(x.masked_fill(x == replace_from, replace_to), counts, output_size=num_tokens)
+
+    rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+
+
 def prefer_the_given_cache_size(cpu: Any) -> None:
     """Make vLLM use `kv_cache_memory_bytes` where it is given, not VLLM_CPU_KVCACHE_SPACE, which is our default."""
     check_and_update = cpu.CpuPlatform.check_and_update_config
@@ -317,5 +332,6 @@ AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
     "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention": compute_in_torch,
     "vllm.model_executor.layers.utils": keep_unpacked_weights,
     "vllm.platforms.cpu": prefer_the_given_cache_size,
+    "vllm.v1.sample.rejection_sampler": expand_by_request,
     "vllm.v1.worker.gpu_model_runner": fix_first_runner,
 }

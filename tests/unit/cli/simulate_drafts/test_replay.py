@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swift_megatron_grpo.cli.simulate_drafts.replay import Completion, Tally, replay
-from swift_megatron_grpo.cli.simulate_drafts.texts import MOST_MATCHED
+from swift_megatron_grpo.generation.vllm.texts import MOST_MATCHED
 
 PROMPTS = ((1, 2, 3), (3, 1))
 

@@ -52,6 +52,15 @@ def test_valid_settings_pass_and_leave_the_process_as_it_was(config: VllmConfig)
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_drafts_that_vllm_refuses_name_the_flag(config: VllmConfig) -> None:
+    from swift_megatron_grpo.generation.local.engine_settings import check_engine_settings
+
+    check_engine_settings(replace(config, drafts=4))
+    message = refuse(config, drafts=4, vllm_engine_kwargs={"async_scheduling": True})
+    assert message.startswith("--speculative_rollouts history: this vLLM refuses it with these settings: ")
+    assert message.endswith("use --speculative_rollouts off")
+
+
 def test_quantization_that_the_device_cannot_run_is_refused(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from swift_megatron_grpo.output.disk.files import checksum
 from swift_megatron_grpo.output.recording.folder import RolloutDump, check_dump
-from swift_megatron_grpo.output.recording.reading import EarlierRollouts, Recorded, can_be_used
+from swift_megatron_grpo.output.recording.reading import EarlierRollouts, Recorded, can_be_used, recorded_texts
 from tests.unit.output.recording.test_recording import LIMITS, PROMPTS, SETTINGS, completions
 
 FLAGS = {"lr": "0.1", "top_p": "1.0"}
@@ -125,3 +125,19 @@ def test_later_rollouts_stay_only_for_a_run_that_uses_them(tmp_path: Path, dump:
     assert files(tmp_path) == ["rollout-000003.jsonl", "rollout-000004.partial"]
     RolloutDump(tmp_path, SETTINGS, first=4, writes_here=True, flags=FLAGS)
     assert files(tmp_path) == ["rollout-000003.jsonl"]
+
+
+def test_drafts_come_from_the_newest_intact_files_before_a_rollout(tmp_path: Path, dump: RolloutDump) -> None:
+    def texts(before: int = 6, most_bytes: int = 10**6, vocabulary: int = 999) -> list[tuple[list[int], list[int]]]:
+        return [(list(p), list(c)) for p, c in recorded_texts(tmp_path, before, most_bytes, vocabulary)]
+
+    for rollout, draw in ((3, 0), (4, 0), (4, 1), (5, 0)):
+        dump.write(rollout, draw, completions(rollout))
+    expected = [(list(g.rollout.prompt_ids), list(g.rollout.completion_ids)) for g in completions(4)]
+    size = (tmp_path / "rollout-000005.jsonl").stat().st_size
+    assert texts(before=5)[-4:] == expected and len(texts()) == 16 and len(texts(before=4)) == 4
+    assert len(texts(most_bytes=size)) == 4 and texts(most_bytes=size - 1) == []
+    assert texts(vocabulary=2) == []  # another model's: its tokens would be no draft but a crash
+    damaged = tmp_path / "rollout-000004-draw-1.jsonl"
+    damaged.write_bytes(damaged.read_bytes().replace(b'"stop"', b'"halt"', 1))
+    assert len(texts()) == 12

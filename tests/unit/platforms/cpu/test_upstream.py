@@ -200,6 +200,16 @@ def check_vllm_sums_the_experts_of_all_workers() -> None:
     assert first.abs().sum() > 0 and second.abs().sum() > 0
 
 
+def check_rows_of_drafts_get_the_settings_of_their_requests() -> None:
+    import torch
+    from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
+
+    for dtype in (torch.float32, torch.int32, torch.int64):
+        ends = torch.tensor([2, 2, 5], dtype=torch.int32)  # the second request has no draft
+        found = expand_batch_to_tokens(torch.tensor([0, 7, 3], dtype=dtype), ends, 5, replace_from=0, replace_to=1)
+        assert found.dtype == dtype and found.tolist() == [1, 1, 3, 3, 3]
+
+
 def check_vllm_allocates_the_cache_that_is_set() -> None:
     from vllm.config import CacheConfig, VllmConfig
 

@@ -1,0 +1,179 @@
+"""Drafts for the requests that run in vLLM's first model runner, from texts that share a prompt.
+
+A draft is what came before after the last tokens of a request: in its prompt, in its group's completions so far, or in
+completions of earlier rollouts. vLLM loads `GroupDrafts` by its name, as the `custom_class` of a speculative
+configuration, and schedules and verifies what it proposes. Ranks that share an engine schedule each for themselves, so
+drafts depend on nothing but tokens, which all of them have.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from swift_megatron_grpo.generation.vllm.texts import Texts
+
+# Drafts that a step verifies at most. On an H200 up to 64 more rows take 2 to 13 % of a decode step of 1.7B and 8B
+# (docs/speculation.md); with more, a step takes longer than accepted drafts shorten it unless most are accepted.
+ROWS = 64
+HISTORY_BYTES = 2**28
+COMPLETIONS_OF_A_PROMPT = 32  # the newest ones; older ones are rarely what matches longest
+_OBJECT_BYTES = 128  # of an array and of what holds it, beyond its tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """Counts of what drafts did. Without them a completion takes a step for each of its tokens."""
+
+    tokens: int = 0  # of completions
+    steps: int = 0  # in which requests took part, summed over requests
+    drafted: int = 0
+
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(self.tokens + other.tokens, self.steps + other.steps, self.drafted + other.drafted)
+
+    @property
+    def accepted(self) -> int:
+        """Tokens that took no step of their own."""
+        return self.tokens - self.steps
+
+
+def engine_settings(most: int) -> dict[str, Any]:
+    """Return vLLM's settings of an engine that verifies up to `most` drafts of a request in a step."""
+    if not most:
+        return {}
+    name = f"{GroupDrafts.__module__}.{GroupDrafts.__name__}"
+    return {"speculative_config": {"method": "custom_class", "model": name, "num_speculative_tokens": most}}
+
+
+class History:
+    """Completions of earlier rollouts by prompt, in 4 bytes a token. The prompts completed longest ago make room."""
+
+    def __init__(self, most_bytes: int = HISTORY_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self.bytes = 0
+        self._completions: dict[bytes, deque[array[int]]] = {}  # by prompt; the one completed last is last
+
+    def remember(self, prompt: Sequence[int], completion: Sequence[int]) -> None:
+        key = _key(prompt)
+        kept = self._completions.pop(key, None)
+        if kept is None:
+            kept = deque()
+            self.bytes += len(key) + _OBJECT_BYTES
+        self._completions[key] = kept
+        kept.append(array("i", completion))
+        self.bytes += _size(kept[-1])
+        if len(kept) > COMPLETIONS_OF_A_PROMPT:
+            self.bytes -= _size(kept.popleft())
+        while self.bytes > self._most_bytes:
+            oldest = next(iter(self._completions))
+            self.bytes -= len(oldest) + _OBJECT_BYTES + sum(map(_size, self._completions.pop(oldest)))
+
+    def of(self, prompt: Sequence[int]) -> Iterable[array[int]]:
+        return self._completions.get(_key(prompt), ())
+
+
+def _key(prompt: Sequence[int]) -> bytes:
+    return array("i", prompt).tobytes()
+
+
+def _size(completion: array[int]) -> int:
+    return completion.itemsize * len(completion) + _OBJECT_BYTES
+
+
+@dataclass(slots=True)
+class _Followed:
+    """A request that runs."""
+
+    state: Any  # vLLM's; names may be used again
+    text: list[int]  # its prompt, and what is sampled so far
+    texts: Texts  # of its prompt
+
+    def catch_up(self) -> None:
+        """Take over what was sampled since, in one step or while the request was away."""
+        begin, sampled = len(self.text), len(self.text) - len(self.state.prompt_token_ids)
+        self.text += self.state.output_token_ids[sampled:]
+        self.texts.add(self.text, begin)
+
+
+class GroupDrafts:
+    """Proposes drafts in the worker of an engine. `follow` comes before the first request."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._most: int = vllm_config.speculative_config.num_speculative_tokens
+        self._longest: int = vllm_config.model_config.max_model_len
+        self._runner: Any = None
+        self._history = History()
+        self._texts: dict[bytes, Texts] = {}  # of prompts that run
+        self._followed: dict[str, _Followed] = {}  # by the request's name
+        self._counts = DraftCounts()
+
+    def load_model(self, *_: Any, **__: Any) -> None:
+        """Load nothing: there is no draft model."""
+
+    def follow(self, runner: Any) -> None:
+        """Take part in the steps of this model runner, which hands out its requests' names no other way."""
+        self._runner = runner
+        # vLLM asks for no drafts of any request while one is near the end of the context. Here each has its own limit.
+        runner.effective_drafter_max_model_len = self._longest + self._most
+
+    def propose(self, sampled_token_ids: Sequence[Sequence[int]], *_: Any, **__: Any) -> list[list[int]]:
+        """Return drafts for each request of a step that has sampled these tokens."""
+        names = self._runner.input_batch.req_ids
+        requests = [
+            self._followed_by(name) if new else None for name, new in zip(names, sampled_token_ids, strict=True)
+        ]
+        for request in requests:
+            if request is not None:
+                request.catch_up()
+        depth = min(self._most, ROWS // len(names)) if names else 0
+        drafts = [[] if request is None else self._draft(request, depth) for request in requests]
+        steps = sum(request is not None for request in requests)
+        self._counts += DraftCounts(steps=steps, drafted=sum(map(len, drafts)))
+        return drafts
+
+    def remember(self, completions: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
+        """Draft from these prompts and completions from now on. Every rank of an engine calls it with the same."""
+        for prompt, completion in completions:
+            self._history.remember(prompt, completion)
+
+    def end_generation(self, tokens: int) -> None:
+        """Forget the requests, which have ended after so many tokens."""
+        self._texts.clear()
+        self._followed.clear()
+        self._counts += DraftCounts(tokens=tokens)
+
+    def take_counts(self) -> DraftCounts:
+        """Return the counts since the last call."""
+        counts, self._counts = self._counts, DraftCounts()
+        return counts
+
+    def _followed_by(self, name: str) -> _Followed | None:
+        """Return the request of this name; None: it has no seed, so it is not drafted for."""
+        state = self._runner.requests[name]
+        found = self._followed.get(name)
+        if found is not None and found.state is state:
+            return found
+        if state.sampling_params.seed is None:
+            return None
+        prompt: list[int] = list(state.prompt_token_ids)
+        self._followed[name] = found = _Followed(state, prompt, self._texts_of(prompt))
+        return found
+
+    def _texts_of(self, prompt: Sequence[int]) -> Texts:
+        key = _key(prompt)
+        if key not in self._texts:
+            self._texts[key] = texts = Texts(prompt)
+            for completion in self._history.of(prompt):
+                texts.add([*prompt, *completion], begin=len(prompt))
+        return self._texts[key]
+
+    def _draft(self, request: _Followed, depth: int) -> list[int]:
+        """Return up to `depth` tokens, as many as the request has room for behind the token of their step."""
+        state, size = request.state, len(request.text)
+        generated = size - len(state.prompt_token_ids)
+        room = min(self._longest - size, state.sampling_params.max_tokens - generated) - 1
+        return list(request.texts.draft(request.text, min(depth, room))) if min(depth, room) > 0 else []

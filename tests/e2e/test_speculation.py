@@ -1,0 +1,148 @@
+"""Drafts change no completion: real engines with and without them, of a tiny model and of SmolLM2."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swift_megatron_grpo.cli.simulate_drafts.dump import read_dump
+from swift_megatron_grpo.cli.simulate_drafts.replay import replay
+from tests.contract.test_released_models import get_model
+from tests.forking.client import run_code
+from tests.support.runs import make_dataset, megatron_rlhf, read_json_lines
+
+QUESTIONS = [
+    "Explain why the sky is blue to a ten year old.",
+    "Explain how a bicycle stays upright while moving.",
+    "Write a short story about a lighthouse keeper who finds a message in a bottle.",
+    "Describe the steps to make a vegetable soup, with ingredients.",
+    "Write a Python function that returns the prime numbers below n, and explain it.",
+    "What is 17 + 25? Think step by step, and repeat the question first.",
+    "List the days of the week, and then list them again in reverse order.",
+    "Anna has 12 apples, and gives 5 of them to Ben. How many apples does each of them have?",
+]
+EXACT = 1e-5  # of log-probs in fp32, whose sums depend on the batch
+CASES = ["temperature", "top_k and top_p", "repetition penalty", "stop tokens", "greedy", "all at once",
+         "end of the context"]  # fmt: skip
+ALL = [*CASES, "first rollout", "second rollout", "after an update"]
+
+
+def report_of(model: Path, *arguments: Any) -> Any:
+    """Return what main of the program prints with these arguments."""
+    arguments = f"{str(model)!r}, {', '.join(map(repr, arguments))}"
+    code = f"from tests.programs.e2e import speculation; speculation.main({arguments})"
+    return json.loads(run_code("trainer", code).rsplit("RESULT ", 1)[1].splitlines()[0])
+
+
+@pytest.fixture(scope="module")
+def report(dense: Path) -> Any:
+    return report_of(dense, ["aa bb aa bb aa", "1 2 3 1 2 3 1 2"], 6, 32, 16, CASES, "low temperature")
+
+
+def assert_equal(without: Any, drafted: Any) -> None:
+    for (expected, logprobs), (found, others) in zip(without["results"], drafted["results"], strict=True):
+        assert found == expected
+        assert max(abs(a - b) for a, b in zip(logprobs, others, strict=True)) < EXACT
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("case", ALL)
+def test_completions_with_drafts_are_those_without(report: Any, case: str) -> None:
+    without, drafted = report[case]
+    assert_equal(without, drafted)
+    assert without["verified"] == without["accepted"] == 0 < drafted["verified"]
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("case", ["first rollout", "second rollout", "after an update", "greedy"])
+def test_drafts_are_accepted_and_save_steps(report: Any, case: str) -> None:
+    without, drafted = report[case]
+    assert 0 < drafted["accepted"] < drafted["verified"]
+    assert drafted["steps"] < without["steps"]
+
+
+@pytest.mark.e2e
+def test_requests_were_preempted_with_drafts(report: Any) -> None:
+    assert sum(report[case][1]["preempted"] for case in ALL) > 3
+
+
+@pytest.mark.e2e
+def test_a_wrong_rule_of_acceptance_is_noticed(report: Any) -> None:
+    with pytest.raises(AssertionError):
+        assert_equal(*report["planted"])
+
+
+@pytest.mark.e2e
+def test_a_run_with_drafts_on_two_ranks_generates_what_one_without_does(folder: Path, dense: Path) -> None:
+    """The weights change between three rollouts of the same prompts, and the second run has one engine on two ranks."""
+    dataset = make_dataset(folder / "two.jsonl", rows=2)
+    drafts = ["--speculative_rollouts", "history", "--vllm_tensor_parallel_size", "2"]
+    plain, drafted = (
+        trained(folder / name, dense, dataset, flags, ranks=2) for name, flags in (("plain", []), ("drafted", drafts))
+    )
+    for (expected, logprobs), (found, others) in zip(plain[0], drafted[0], strict=True):
+        assert found == expected
+        assert max(abs(a - b) for a, b in zip(logprobs, others, strict=True)) < 5 * EXACT
+    assert [line["loss"] for line in drafted[1]] == pytest.approx([line["loss"] for line in plain[1]], abs=1e-5)
+    assert [line["drafts/accepted"] for line in drafted[1]] == list(simulated(folder / "drafted" / "dump"))
+    saved = [line["drafts/steps_saved"] for line in drafted[1]]
+    assert len(saved) == 3 and all(0 < share < 1 for share in saved)
+    assert not any(name.startswith("drafts/") for line in plain[1] for name in line)
+
+
+def trained(
+    folder: Path, model: Path, dataset: Path, flags: list[str], ranks: int = 1, rollouts: int = 3
+) -> tuple[list[tuple[Any, Any]], list[Any]]:
+    """Return tokens and log-probs of the completions of trained rollouts, and the logged steps."""
+    dump = folder / "dump"
+    exact = ["--torch_dtype", "float32", "--fp16", "false", "--seed_completions", "true", "--rollout_dump", str(dump),
+             "--train_iters", str(rollouts), "--temperature", "0.04", "--max_completion_length", "32",
+             "--save_steps", "100"]  # fmt: skip
+    run = megatron_rlhf(model, dataset, folder, ranks, [*exact, *flags])
+    assert run.code == 0, run.output[-4000:]
+    rows = [row for number in range(rollouts) for row in read_json_lines(dump / f"rollout-{number:06}.jsonl")]
+    return [(row["completion_ids"], row["logprobs"]) for row in rows], run.log
+
+
+@pytest.mark.slow
+def test_a_run_that_resumes_drafts_from_its_dump(folder: Path, dense: Path) -> None:
+    """The replay counts another number of accepted drafts without the rollouts of the first run."""
+    flags = ["--speculative_rollouts", "history", "--resume", "auto", "--save_steps", "2", "--no_save_optim", "false",
+             "--no_save_rng", "false"]  # fmt: skip
+    dataset = make_dataset(folder / "two rows.jsonl", rows=2)
+    run = folder / "resumed"
+    trained(run, dense, dataset, flags, rollouts=2)
+    _, log = trained(run, dense, dataset, flags, rollouts=3)
+    *_, with_dump = simulated(run / "dump")
+    *_, without = simulated(run / "dump", remembers=False)
+    assert log[-1]["drafts/accepted"] == with_dump != without
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_completions_of_a_released_model_are_the_same(tmp_path: Path) -> None:
+    """144 completions of SmolLM2, in three rollouts of eight questions. It takes minutes, and an index that has it."""
+    done = get_model(tmp_path / "smollm2")
+    if done.returncode:
+        pytest.skip(f"get-model: {done.stderr[-500:]}")
+    report = report_of(tmp_path / "smollm2", QUESTIONS, 6, 32, 48, [], "released model")
+    for rollout, (without, drafted) in report.items():
+        assert_equal(without, drafted)
+        assert len(drafted["results"]) == 48 and drafted["accepted"] > 0
+        assert drafted["steps"] < without["steps"]
+        print(rollout, {name: value for name, value in drafted.items() if name != "results"}, without["steps"])
+    assert sum(runs[1]["preempted"] for runs in report.values()) > 0
+
+
+def simulated(dump: Path, remembers: bool = True) -> Iterator[int]:
+    """Yield how many drafts the replay of each rollout accepts, without an engine."""
+    rollouts = read_dump(dump)
+    for number, files in rollouts.items():
+        before = range(number if remembers else 0)
+        earlier = [text for rollout in before for file in rollouts[rollout] for text in file.completions]
+        tallies = replay([text for file in files for text in file.completions], earlier, depth=4, most_running=8)
+        yield sum(tally.tokens - tally.requests for tally in tallies.values())
