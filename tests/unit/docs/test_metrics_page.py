@@ -69,7 +69,9 @@ def names_in(function: Function) -> Iterator[str]:
 def phases_in(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "timer":
-            yield f"time/{text_of(node.args[0])}"
+            given = node.args[0]
+            for phase in (given.body, given.orelse) if isinstance(given, ast.IfExp) else (given,):
+                yield f"time/{text_of(phase)}"
 
 
 def logged() -> set[str]:
