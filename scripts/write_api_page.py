@@ -44,6 +44,7 @@ SECTIONS = {
         "grading/results.py": ["total_rewards", "add_advantages", "BadReward"],
         "grading/advantages.py": ["group_advantages", "gdpo_advantages", "register_estimator"],
     },
+    "Agents": {"generation/conversations/agents.py": ["register_agent"]},
 }  # by heading and file; names in the order of the page
 
 Definition = ast.ClassDef | ast.FunctionDef

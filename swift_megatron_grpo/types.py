@@ -23,6 +23,7 @@ ExpertRows = np.ndarray[Any, np.dtype[np.integer[Any]]]
 # Consecutive sampled tokens that weights of one version generated: the version, and the number of tokens.
 Span = tuple[int, int]
 
+AGENT_ERROR = "agent_error"  # in the infos of a completion whose agent failed: it has no valid reward
 Quantization = Literal["none", "fp8"]  # of the engine: --rollout_quantization
 
 

@@ -16,7 +16,7 @@ from swift_megatron_grpo.grading.advantages import (
     valid,
 )
 from swift_megatron_grpo.grading.rewards import Scores, describe
-from swift_megatron_grpo.types import Graded, Outcome, Rollout
+from swift_megatron_grpo.types import AGENT_ERROR, Graded, Outcome, Rollout
 
 if TYPE_CHECKING:
     from swift_megatron_grpo.settings.algorithm import ScaleRewards
@@ -34,6 +34,9 @@ def total_rewards(rollouts: Sequence[Rollout], scores: Scores, config: GradingCo
     """Return completions with total rewards; None or, with --bad_reward stop, BadReward for one without a valid one."""
     # A run that only a teacher guides has no reward functions: its completions are equally good.
     rewards = [total_reward(row, config.reward_weights) if config.reward_names else 0.0 for row in scores]
+    rewards = [
+        None if AGENT_ERROR in rollout.infos else reward for rollout, reward in zip(rollouts, rewards, strict=True)
+    ]
     graded = [
         Graded(rollout, row, reward, advantage=0.0)
         for rollout, row, reward in zip(rollouts, scores, rewards, strict=True)
@@ -69,7 +72,7 @@ def _refuse_bad(graded: Sequence[Graded], config: GradingConfig) -> None:
     if not bad:
         return
     lines = [f"{len(bad)} of {len(graded)} completions have no valid reward:"]
-    lines += [f"  {_reason(one.rewards, config)} for {describe(one.rollout)}" for one in bad[:_SHOWN]]
+    lines += [f"  {_reason(one, config)} for {describe(one.rollout)}" for one in bad[:_SHOWN]]
     if len(bad) > _SHOWN:
         lines.append(f"  and {len(bad) - _SHOWN} more")
     advice = "--bad_reward drop removes such completions, but nothing would be left to train on"
@@ -78,7 +81,10 @@ def _refuse_bad(graded: Sequence[Graded], config: GradingConfig) -> None:
     raise BadReward("\n".join([*lines, advice]))
 
 
-def _reason(row: Sequence[float | None], config: GradingConfig) -> str:
+def _reason(graded: Graded, config: GradingConfig) -> str:
+    row = graded.rewards
+    if AGENT_ERROR in graded.rollout.infos:
+        return f"the agent failed ({graded.rollout.infos[AGENT_ERROR]})"
     if all(value is None for value in row):
         return f"every reward function ({', '.join(config.reward_names)}) returned None"
     verb = "returned" if config.bad_reward == "stop" else "raised, or returned"
@@ -125,6 +131,9 @@ def outcome_metrics(
     lost = [info.get("lost_turns", 0) for info in infos]
     if any(lost):
         metrics["num_turns/lost"] = mean(lost)
+    failed = sum(AGENT_ERROR in info for info in infos)
+    if failed:
+        metrics["agents/failed"] = float(failed)
     if len(rewards) < len(outcomes):
         metrics["rewards/dropped"] = float(len(outcomes) - len(rewards))
     return metrics

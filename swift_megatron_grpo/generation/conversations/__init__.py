@@ -4,4 +4,7 @@ checks.py      validates the multi-turn flags and names in ms-swift's registries
 blocking.py    runs tools that block in threads
 running.py     runs conversations with a scheduler, records their turns, ends those that outgrow the engine
 turns.py       joins the turns of a conversation into one token sequence
+agents.py      conversations of agents, which call the policy at an address as they would call OpenAI's
+chat.py        OpenAI's chat completions: what an agent may ask, and the answer in JSON
+proxy.py       the address: an HTTP server of this machine alone, in a thread of its own
 """

@@ -44,7 +44,7 @@ class NoRoom(Exception):
 class TurnRecorder:
     def __init__(self, sampling: RequestConfig, tokens_of_all_turns: int | None) -> None:
         self.recorded: list[Turn] = []
-        self._tokens_of_all_turns = tokens_of_all_turns
+        self.tokens_of_all_turns = tokens_of_all_turns
         self.continues = False  # the last turn continued the assistant message of the turn before
         self.spans: list[Span] | None = None  # of the last turn, from the engine
         self._seed, self._logprobs = sampling.seed, sampling.logprobs
@@ -69,7 +69,7 @@ class TurnRecorder:
         config = replace(
             config, seed=turn_seed(self._seed, self._requested), return_details=True, logprobs=self._logprobs
         )
-        left = tokens_left(self._tokens_of_all_turns, self.recorded)
+        left = tokens_left(self.tokens_of_all_turns, self.recorded)
         media = [*request.images, *request.videos, *request.audios]
         if left == 0 or (media and sampled_any(placeholders, self.recorded)):
             self._ended = True

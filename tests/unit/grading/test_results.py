@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from swift_megatron_grpo.grading.results import BadReward, add_advantages, outcome_metrics, total_rewards
 from swift_megatron_grpo.settings.algorithm import ScaleRewards
 from swift_megatron_grpo.settings.config import BadRewardPolicy, GradingConfig
-from swift_megatron_grpo.types import Graded, Rollout
+from swift_megatron_grpo.types import AGENT_ERROR, Graded, Rollout
 from tests.unit.grading.test_rewards import SCALES, make_rollouts, reward
 
 
@@ -71,6 +72,17 @@ def test_bad_reward_drop_excludes_the_completion(bad: float | None) -> None:
     assert metrics["rewards/dropped"] == 1
     assert metrics["reward"] == 2.0
     assert all(map(math.isfinite, metrics.values()))
+
+
+def test_an_agent_that_failed_has_no_valid_reward_whatever_its_scores() -> None:
+    rollouts = make_rollouts(["a", "b", "c", "d"], group=2)
+    rollouts[1] = replace(rollouts[1], infos={AGENT_ERROR: "LookupError: gone"})
+    graded = grade(rollouts, [[1.0], [2.0], [3.0], [4.0]], config(bad_reward="drop"))
+    assert [completion.reward for completion in graded] == [1.0, None, 3.0, 4.0] and graded[1].rewards == [2.0]
+    metrics = outcome_metrics([one.outcome for one in graded], ["function0"], 2)
+    assert metrics["agents/failed"] == metrics["rewards/dropped"] == 1
+    with pytest.raises(BadReward, match=r"the agent failed \(LookupError: gone\) for prompt 0-0, completion 'b'"):
+        grade(rollouts, [[1.0], [2.0], [3.0], [4.0]], config())
 
 
 def test_bad_reward_drop_stops_the_run_if_no_reward_is_valid() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +33,7 @@ def plugins() -> None:
     from swift.utils import import_external_file
 
     path = list(sys.path)
-    for name in ("reasoning_task.py", "calculator.py"):
+    for name in ("reasoning_task.py", "calculator.py", "calculator_agent.py"):
         import_external_file(str(PLUGINS / name))
     sys.path[:] = path
 
@@ -109,3 +110,36 @@ def test_a_call_with_the_right_result_pays_once(rows: dict[str, list[dict[str, A
 def test_what_is_not_arithmetic_is_not_calculated(text: str, rows: dict[str, list[dict[str, Any]]]) -> None:
     answer, reward, ended = conversation(rows["train"][0]["problem"], f"calc({text})")[1]
     assert answer.startswith("The result is unknown: ") and (reward, ended) == (0.0, False)
+
+
+def test_the_agent_runs_its_tool_and_its_answer_is_scored(rows: dict[str, list[dict[str, Any]]]) -> None:
+    from swift.rollout import multi_turns
+
+    from swift_megatron_grpo.generation.conversations.chat import Answer, Call
+    from swift_megatron_grpo.generation.conversations.proxy import Proxy
+
+    row = rows["train"][0]
+    arguments = json.dumps({"expression": json.loads(row["problem"])["metadata"]["expression"]})
+    tool_call = {"id": "a", "type": "function", "function": {"name": "calculate", "arguments": arguments}}
+
+    class Rollout:
+        """Asks for the tool, then answers with its result."""
+
+        def __init__(self) -> None:
+            self.calls: list[Call] = []
+
+        def ask(self, call: Call) -> Future[Answer]:
+            self.calls.append(call)
+            text, tools = ("", [tool_call]) if len(self.calls) == 1 else (call.messages[-1]["content"], [])
+            answered: Future[Answer] = Future()
+            answered.set_result(Answer(text, tools, "stop", 1, 1))
+            return answered
+
+        def withdraw(self, call: Call) -> None: ...
+
+    rollout, proxy = Rollout(), Proxy()
+    with proxy.serving(rollout) as key:
+        reward = asyncio.run(multi_turns["calculator_agent"].agent({**row}, proxy.url, key))
+    assert reward == 1.0 and [len(call.messages) for call in rollout.calls] == [1, 3]
+    assert rollout.calls[1].messages[2] == {"role": "tool", "content": row["solution"], "tool_call_id": "a"}
+    assert rollout.calls[0].tools and rollout.calls[0].tools[0]["function"]["name"] == "calculate"
