@@ -29,6 +29,7 @@ class CannedCompletions:
     memory_to_wake = 2**30  # makes the trainer offload where small_gpu.py reports no free memory
     is_new = False
     held_media = frozenset[str]()
+    drafts = None
 
     def __init__(self, *_: Any) -> None:
         self.weights_version = -1

@@ -30,6 +30,7 @@ class RecordedCompletions:
     memory_to_wake = 0
     is_new = False
     held_media = frozenset[str]()
+    drafts = None
 
     def __init__(self, *_: Any) -> None:
         self.weights_version = -1
