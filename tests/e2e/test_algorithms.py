@@ -25,7 +25,7 @@ FLAGS = [*CANNED, "--steps_per_generation", "2", "--train_iters", "4", "--save_s
          "--dynamic_sample", "true", "--max_resample_times", "2", "--overlong_filter", "true",
          "--top_entropy_quantile", "0.5", "--log_entropy", "true", "--entropy_coef", "0.01", "--loss_type", "fipo",
          "--rollout_importance_sampling_mode", "sequence_mask", "--log_rollout_offpolicy_metrics", "true",
-         "--off_policy_sequence_mask_delta", "0.01", "--m2_threshold", "0.04"]  # fmt: skip
+         "--off_policy_sequence_mask_delta", "0.01", "--m2_threshold", "0.005"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +77,11 @@ def test_tokens_are_selected_by_entropy(pipeline: Finished) -> None:
     for step in pipeline.log:
         assert 0 < step["entropy/entropy_min"] <= step["entropy/entropy_mean"] <= step["entropy/entropy_max"] < 5.6
         assert 5 < step["entropy/entropy_threshold"] < 5.6
+
+
+def test_tokens_that_have_moved_are_masked(pipeline: Finished) -> None:
+    for step in pipeline.log:
+        assert 0 < step["m2/masked_frac"] < 0.9 and step["m2/second_moment"] > 0.005
 
 
 def test_a_loss_an_estimator_and_a_metric_of_a_users_file_train(folder: Path, dense: Path, dataset: Path) -> None:
