@@ -73,8 +73,7 @@ def test_each_span_has_the_log_probs_of_its_weights_on_the_kept_cache(dense: Pat
     assert len(long.prompt_ids) > 2 * 64 and long.spans == [(4, 1), (5, len(long.completion_ids) - 1)]
     assert [1, 2, 3] in versions[:4] and any(4 in each for each in versions[4:])
     assert all(each[0] >= 3 for each in versions[6:])  # those that came later share no cached block with the first ones
-    assert all(span_problem(one.spans, one.weights_version, len(one.completion_ids)) is None
-               for one in completions if one.spans is not None)  # fmt: skip
+    assert all(span_problem([(one.spans, len(one.completion_ids))], one.weights_version) is None for one in completions)
     assert report["schedule"] == "FastSchedule"
     # weights that do not arrive end what they would have generated, and the engine goes on
     assert "no trainer has joined this server" in report["failed"]
