@@ -7,10 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
-import vllm._C  # noqa: F401  (registers the operator of vLLM's CPU build)
+from vllm.platforms import current_platform
 
 from swift_megatron_grpo.generation.vllm.position_noise import Integers, mixed, noisy_argmax
 
+current_platform.import_kernels()  # those that this CPU can run
 DRAWS = 60_000
 LOGITS = torch.tensor([1.3, 0.2, -0.7, 2.0, float("-inf"), -1.5, 0.9])
 PROBABILITIES = LOGITS.double().softmax(0)
