@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from swift_megatron_grpo.settings.flag import Faults, Flags, Range, flag, rule
 from swift_megatron_grpo.settings.layout import DataShape, ModelShape
+from swift_megatron_grpo.types import Quantization
 
 SpeculativeRollouts = Literal["off", "history"]
 _THIS = "--speculative_rollouts history"
@@ -32,7 +33,7 @@ class Speculation(Flags):
     seed_completions: bool
     vllm_mode: str | None
     vllm_enable_lora: bool
-    rollout_quantization: str
+    rollout_quantization: Quantization
     rollout_replay: str | None
     multi_turn_scheduler: str | None
     structured_outputs_regex: str | None

@@ -86,6 +86,7 @@ DIFFERENCES = """\
   fp32 weights and compute in bf16.
 * Micro batches: this package packs by tokens, ms-swift trains at most 32 completions at a time, verl packs. TRL trains
   all at once where it is timed, and a quarter where runs share a GPU.
+* Attention: ms-swift needs flash-attn for `--attention_backend flash`, so it has `fused`, the kernel of cuDNN.
 * Weight decay is 0, because trainers differ in the parameters that they exempt.
 * Seeds: each trainer shuffles prompts in its own way. verl gets the seed for its data and for vLLM, and TRL does not
   pass it to vLLM.

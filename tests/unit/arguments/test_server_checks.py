@@ -170,7 +170,7 @@ def test_a_completion_survives_json_bit_by_bit() -> None:
 def test_a_conversation_survives_json_with_its_environments_infos() -> None:
     infos = {"total_reward": np.float32(0.5), "steps": np.array([1, 2]), "worst": float("-inf")}
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    completion = Completion([1], [2, 3], [-0.5], "b", "stop", 7, [True, False], messages, infos)
+    completion = Completion([1], [2, 3], [-0.5], "b", "stop", 7, sampled=[True, False], messages=messages, infos=infos)
     body = json.dumps(completion.to_json(), allow_nan=False)  # as web servers encode it
     received = Completion.from_json(json.loads(body))
     assert received.sampled == [True, False] and received.messages == messages

@@ -80,7 +80,7 @@ def test_the_settings_of_all_trainers_are_equal(tmp_path: Path) -> None:
     megatron, verl = values_of("ours"), values_of("verl")
     stock = values_of("stock")
     differing = {name for name in megatron | stock if megatron.get(name) != stock.get(name)}
-    assert differing == {"max_tokens_per_micro_batch", "micro_batch_size", "report_to"}
+    assert differing == {"max_tokens_per_micro_batch", "micro_batch_size", "report_to", "attention_backend"}
     command = [*command_of("trl", Settings(), PATHS, 1), "--output_dir", str(tmp_path), "--use_cpu", "true"]
     config, model, _ = TrlParser((GRPOConfig, ModelConfig, Arguments)).parse_args_and_config(command)
     for flag, (of_trl, of_verl) in SAME.items():

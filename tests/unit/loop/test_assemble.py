@@ -51,7 +51,7 @@ def config_of(**changed: Any) -> Any:
         "micro_batches": MICRO_BATCHES,
         "vision_tower_share": 0.0,
         "reference": NO_REFERENCE,
-        "data": SimpleNamespace(seed=7, train_dataloader_shuffle=True),
+        "data": SimpleNamespace(seed=7, train_dataloader_shuffle=True, shuffles=True),
         **changed,
     }
     settings["batch"].micro_batch_size = 4
