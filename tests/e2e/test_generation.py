@@ -75,7 +75,7 @@ def test_each_span_has_the_log_probs_of_its_weights_on_the_kept_cache(dense: Pat
     assert all(each[0] >= 3 for each in versions[6:])  # those that came later share no cached block with the first ones
     assert all(span_problem([(one.spans, len(one.completion_ids))], one.weights_version) is None for one in completions)
     assert report["schedule"] == "FastSchedule"
-    # weights that do not arrive end what they would have generated, and the engine goes on
+    # weights that do not arrive end what they would have generated, and the engine continues
     assert "no trainer has joined this server" in report["failed"]
     assert report["cancelled"] == ["CancelledError"] * 2 and report["left"] == 0
     assert len(report["after"]["completion_ids"]) > 0

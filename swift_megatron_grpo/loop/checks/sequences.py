@@ -27,6 +27,6 @@ def check_sequences(graded: Sequence[Graded], config: GRPOConfig) -> None:
     for reason, applies in needs_one.items():
         if applies and sequences > len(graded):
             raise SeveralSequences(
-                f"{len(graded)} completions have {sequences} training sequences, because a scheduler goes on in "
+                f"{len(graded)} completions have {sequences} training sequences, because a scheduler continues in "
                 f"another context, and {reason}"
             )

@@ -20,7 +20,7 @@ USER = {"role": "user", "content": "1+1?"}
 
 
 class Refusing:
-    """A rollout of which every call is answered with a refusal."""
+    """A rollout that refuses every call."""
 
     def __init__(self) -> None:
         self.asked = 0
