@@ -21,6 +21,7 @@ def upstream() -> dict[str, Any]:
         from vllm.v1.sample.sampler import Sampler
         from vllm.v1.spec_decode.custom_class_proposer import create_custom_proposer
         from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+        from vllm.v1.worker.gpu.sample import sampler as second_sampler
         from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
         from vllm.v1.worker.gpu_input_batch import InputBatch
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -37,6 +38,7 @@ def upstream() -> dict[str, Any]:
             "chosen": source(TopKTopPSampler.__init__),
             "filters": parameters(apply_top_k_top_p),
             "kernel": parameters(gumbel_sample),
+            "second_sampler": source(second_sampler.Sampler),
             "verification": parameters(rejection_sample),
             "verifies": source(RejectionSampler.forward),
             "proposes": source(GPUModelRunner.propose_draft_token_ids),
@@ -75,6 +77,11 @@ def test_a_requests_tokens_are_counted_after_each_sample() -> None:
     bookkeeping = upstream()["bookkeeping_source"]
     assert "self.input_batch.num_tokens_no_spec[req_idx] = end_idx" in bookkeeping
     assert "sampled_ids = [-1]" in bookkeeping  # with asynchronous scheduling as well, before the token is known
+
+
+def test_the_second_runner_counts_noise_by_the_token_before() -> None:
+    """Otherwise drafts, which the first runner verifies, would change completions on a GPU."""
+    assert "pos = input_batch.positions[input_batch.logits_indices]" in upstream()["second_sampler"]
 
 
 def test_drafts_are_verified_by_one_function_of_a_module() -> None:

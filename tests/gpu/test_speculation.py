@@ -14,8 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 ROLLOUTS = 3
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("eager", ["true", "false"])
+@pytest.mark.parametrize(("dtype", "eager"), [("float32", "true"), ("bfloat16", "false")])
 def test_a_run_with_drafts_generates_what_one_without_does(tmp_path: Path, dtype: str, eager: str) -> None:
     """The weights do not change, so that a completion that differs by rounding changes no other one."""
     model = make_model(tmp_path / "model", "dense", SIZE_FOR_GPUS)

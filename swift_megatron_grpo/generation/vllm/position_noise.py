@@ -148,7 +148,8 @@ def noisy_argmax(logits: torch.Tensor, seeds: Integers, positions: Integers) -> 
         return sampled
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
-    seeds_there, positions_there = _sent(np.stack([seeds, positions]), torch.int64, logits.device)
+    # The second runner counts the noise of a token by the token before it. With the same, runners sample the same.
+    seeds_there, positions_there = _sent(np.stack([seeds, positions - 1]), torch.int64, logits.device)
     indices = torch.arange(len(seeds), dtype=torch.int32, device=logits.device)
     not_greedy = torch.ones(len(seeds), device=logits.device)  # its temperature, which is applied already
     by_kernel: torch.Tensor = gumbel_sample(logits, indices, not_greedy, seeds_there, positions_there,
