@@ -26,10 +26,7 @@ args=(
 
     # Data and agent. Functions in --reward_funcs are added to what the agent returns.
     --dataset "${DATASET:?set a file or hub name}" # one JSON object per line, with `messages`
-    --external_plugins "$here/plugins/reasoning_task.py" "$here/plugins/calculator.py" # what the agent imports
-    "$here/plugins/calculator_agent.py"      # registers the agent; replace it with your own file
-    --multi_turn_scheduler calculator_agent  # name of the agent
-    --use_gym_env true                       # the reward is what the agent returns
+    --agent "$here/plugins/calculator_agent.py:calculator_agent" # replace it with your own file and function
     --bad_reward drop                        # an agent that fails costs its completion alone
     --max_turns 16                           # calls of an agent, at most
     --max_length 1024                        # tokens of the row's own prompt, at most

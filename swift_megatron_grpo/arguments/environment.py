@@ -14,10 +14,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
+from typing import Any, TypeVar
 
 from swift.agent_template import agent_template_map
 from swift.megatron.callbacks import MegatronCallback, megatron_callbacks_map
@@ -34,6 +35,7 @@ from swift_megatron_grpo.arguments.derived import DerivedArguments, as_list
 from swift_megatron_grpo.data.checks import refuse_rows, without_row_numbers
 from swift_megatron_grpo.data.files import DATA_SUFFIXES, fault_of_name
 from swift_megatron_grpo.generation.conversations import checks as turns
+from swift_megatron_grpo.generation.conversations.agent_flag import scheduler_of
 from swift_megatron_grpo.generation.conversations.checks import check_registered
 from swift_megatron_grpo.generation.vllm.engine_kwargs import parse_json_object, passed_on
 from swift_megatron_grpo.generation.vllm.model_packages import fault_of_packages
@@ -48,6 +50,7 @@ from swift_megatron_grpo.settings.sampling import Evaluation
 from swift_megatron_grpo.settings.teacher import Teacher
 from swift_megatron_grpo.weights.load.quantization import check_quantization
 
+Loaded = TypeVar("Loaded")
 WRITTEN_BY_CLIENT = (".mdl", ".git")  # where ModelScope's client reads the name of a model
 _TRACKERS = ("wandb", "swanlab", "tensorboard")  # each is also the name of its package
 _SAMPLED = re.compile(r"#\d+$")  # the number of rows
@@ -112,15 +115,24 @@ def import_plugins(args: DerivedArguments) -> None:
     for flag in ("external_plugins", "custom_register_path"):
         for file in as_list(getattr(args, flag)):
             import_plugin(flag, file, import_external_file)
+    if args.agent is not None:
+        if args.uses_servers:
+            raise ValueError(
+                f"--agent {args.agent}: agents run beside vLLM, which --vllm_mode server puts behind `swift rollout`; "
+                "give the flag to that, and use --vllm_server_pass_dataset true here"
+            )
+        load = partial(import_plugin, "agent", load=import_external_file)
+        args.multi_turn_scheduler = scheduler_of(args.agent, args.multi_turn_scheduler, args.gym_env, load)
+        args.use_gym_env = args.use_gym_env is not False
 
 
-def import_plugin(flag: str, file: str, load: Callable[[str], object]) -> None:
+def import_plugin(flag: str, file: str, load: Callable[[str], Loaded]) -> Loaded:
     """Import a file, which may raise anything."""
     path = Path(file).expanduser().resolve()
     if not path.is_file():
         raise ValueError(f"--{flag} {file}: the file {path} does not exist; use another path")
     try:
-        load(file)
+        return load(file)
     except SystemExit as ended:  # also of argparse, which reads the flags of the run
         raise ValueError(
             f"--{flag} {file}: importing it ends the process (SystemExit: {ended}): it is run as a script; use "

@@ -45,6 +45,14 @@ class Servers(Flags):
         example="7200",
     )
     vllm_server_pass_dataset: bool = False
+    agent: str | None = flag(
+        None,
+        "The agent of each rollout (docs/agents.md). FILE.py:FUNCTION is a coroutine of a file. Anything else is a "
+        "command, which gets the row as JSON on its standard input, and the address and the key of the policy in its "
+        "environment. It sets --multi_turn_scheduler and, if left out, --use_gym_env true. With --vllm_mode server, "
+        "give it to `swift rollout`. Default: none.",
+        example="my_agent.py:my_agent",
+    )
     multi_turn_scheduler: str | None
     max_turns: int | None
     gym_env: str | None

@@ -1,7 +1,6 @@
 """Agent with a tool: it calls the model by OpenAI's package, calculates what the model asks for, and grades its answer.
 
-    --external_plugins reasoning_task.py calculator.py calculator_agent.py \
-        --multi_turn_scheduler calculator_agent --use_gym_env true
+    --agent calculator_agent.py:calculator_agent
 
 Rows are those of reasoning_task.py. The reward is the score of the last answer.
 """

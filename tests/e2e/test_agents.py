@@ -40,11 +40,11 @@ def train(folder: Path, model: Path, dataset: Path, name: str, flags: list[str])
 
 def test_what_an_agent_sampled_is_trained_in_its_contexts(folder: Path, dense: Path) -> None:
     """In the training processes and on a server, whose completions are the same."""
-    flags = ["--multi_turn_scheduler", "calls", "--external_plugins", AGENTS, *ROOM, "--use_gym_env", "true"]
-    server = RolloutServer(dense, folder / "agents.txt", flags).start()
+    agent = ["--agent", f"{AGENTS}:calls", *ROOM]
+    server = RolloutServer(dense, folder / "agents.txt", agent).start()
     try:
         dataset = rows(folder / "calls.jsonl", number=[0, 1, 2, 3])
-        run, dump = train(folder, dense, dataset, "calls", [*LOCAL, "--multi_turn_scheduler", "calls"])
+        run, dump = train(folder, dense, dataset, "calls", [*agent, "--external_plugins", str(REWARDS)])
         [first] = run.log[:1]
         assert first["rollout/k3_kl"] < 1e-9 and first["num_sequences"] == 2 and first["num_turns"] == 4
         for row in dump:

@@ -20,6 +20,7 @@ from swift_megatron_grpo.cli.check_script.shell import Launch, launches
 from swift_megatron_grpo.cli.check_script.stand_ins import (
     Flags,
     NoStandIn,
+    agent_of,
     architecture_of,
     read_flags,
     reduce,
@@ -139,7 +140,7 @@ def _server(given: Flags, trainer: Flags) -> Flags:
     shared = {name: trainer[name] for name in _SHARED_FLAGS if name in trainer}
     length = int(trainer.get("max_length", ["256"])[0]) + int(trainer["max_completion_length"][0])
     sizes = {"vllm_max_model_len": [str(length)], "vllm_enforce_eager": ["true"], "torch_dtype": ["bfloat16"]}
-    return kept | shared | sizes | _on_cpu(kept)
+    return kept | agent_of(given) | shared | sizes | _on_cpu(kept)
 
 
 def train(rehearsal: Rehearsal, folder: Path) -> None:

@@ -146,6 +146,7 @@ def replace_inputs(flags: Flags, folder: Path, servers: Sequence[Flags]) -> tupl
     elif "system" in flags and flags["system"][0].endswith(".txt"):  # ms-swift reads such a file
         notes.append(f"--system {flags['system'][0]}: a made-up line, because it is not on this machine")
         flags["system"] = ["Answer briefly."]
+    flags |= agent_of(flags)
     flags["external_plugins"], left_out = _import_plugins(flags)
     notes += left_out
     _replace_reward_models(flags)
@@ -163,6 +164,13 @@ def replace_inputs(flags: Flags, folder: Path, servers: Sequence[Flags]) -> tupl
         if name in flags and not all(Path(path).expanduser().is_dir() for path in flags[name]):
             notes.append(f"--{name} {' '.join(flags.pop(name))}: left out, because it is not on this machine")
     return flags, notes
+
+
+def agent_of(flags: Flags) -> Flags:
+    """Return --agent with its file as an absolute path, and a command as it is; nothing if there is none."""
+    agents = flags.get("agent", [])
+    given = [os.path.abspath(each) if Path(each.rpartition(":")[0]).is_file() else each for each in agents]
+    return {"agent": given} if given else {}
 
 
 def _import_plugins(flags: Flags) -> tuple[list[str], list[str]]:

@@ -5,6 +5,9 @@ blocking.py    runs tools that block in threads
 running.py     runs conversations with a scheduler, records their turns, ends those that outgrow the engine
 turns.py       joins the turns of a conversation into one token sequence
 agents.py      conversations of agents, which call the policy at an address as they would call OpenAI's
+agent_flag.py  the agent of --agent: a coroutine of a file, or a command
+programs.py    runs a program in a process group of its own, with limits
+first_program.py  prepares such a process, and becomes the program
 chat.py        OpenAI's chat completions: what an agent may ask, and the answer in JSON
 proxy.py       the address: an HTTP server of this machine alone, in a thread of its own
 """

@@ -50,6 +50,13 @@ def register_agent(name: str, seconds: float = 600.0) -> Callable[[Agent], Agent
             raise ValueError(f"there is a scheduler {name!r} already; use another name")
         if not inspect.iscoroutinefunction(agent):
             raise ValueError(f"agent {name!r} is not a coroutine; begin it with `async def`, it may block nevertheless")
+        try:
+            inspect.signature(agent).bind({}, "", "")
+        except TypeError as error:
+            raise ValueError(
+                f"agent {name!r} cannot be called with a row, an address and a key ({error}); use `async def "
+                f"{agent.__name__}(row, base_url, api_key)`"
+            ) from None
         multi_turns[name] = type(name, (AgentScheduler,), {"agent": staticmethod(agent), "seconds": seconds})
         return agent
 

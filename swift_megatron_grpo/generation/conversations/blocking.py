@@ -8,6 +8,8 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -46,20 +48,37 @@ def _blocks(tool: Any) -> bool:
 def in_threads(function: Callable[..., Coroutine[Any, Any, T]]) -> Callable[..., Awaitable[T]]:
     """Return a function that runs a coroutine in a thread and an event loop of its own.
 
-    The thread does not keep the process from ending, because a tool may never return.
+    The thread does not keep the process from ending, because a tool may never return. One that waits with `await` is
+    cancelled with its conversation.
     """
 
     async def in_thread(*arguments: Any) -> T:
         result: Future[T] = Future()
+        begun: Future[Callable[[], object]] = Future()  # with what cancels the coroutine
+
+        async def cancellable() -> T:
+            task = asyncio.current_task()
+            assert task is not None
+            begun.set_result(partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel))
+            return await function(*arguments)
 
         def run() -> None:
             try:
-                result.set_result(asyncio.run(function(*arguments)))
+                result.set_result(asyncio.run(cancellable()))
             except BaseException as error:
                 result.set_exception(error)
 
         result.set_running_or_notify_cancel()  # the thread may end after its conversation was cancelled
         Thread(target=run, name="tool", daemon=True).start()
-        return await asyncio.wrap_future(result)
+        try:
+            return await asyncio.wrap_future(result)
+        except asyncio.CancelledError:
+            begun.add_done_callback(_cancel)
+            raise
 
     return in_thread
+
+
+def _cancel(begun: "Future[Callable[[], object]]") -> None:
+    with suppress(RuntimeError):  # it has ended, and its loop is closed
+        begun.result()()

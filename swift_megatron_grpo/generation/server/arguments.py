@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from swift.arguments import RolloutArguments
 from swift.rollout import MultiTurnScheduler, envs, multi_turns
+from swift.utils import import_external_file
 
+from swift_megatron_grpo.generation.conversations.agent_flag import scheduler_of
 from swift_megatron_grpo.generation.conversations.checks import check_multi_turn
 from swift_megatron_grpo.generation.protocol.api_key import hide_in_process_list, read_api_key
 from swift_megatron_grpo.generation.server.schema import ContentLimits, prompt_characters
@@ -46,6 +48,11 @@ class GRPORolloutArguments(RolloutArguments):
         "none",
         "fp8: vLLM generates with weights and activations in 8 bits, which it quantizes after every sync. The trainer "
         "must have the same flag. Default: none.",
+    )
+    agent: str | None = _flag(
+        None,
+        "The agent of each rollout, as the trainer's flag of this name in colocate. Its trainer needs "
+        "--vllm_server_pass_dataset true. Default: none.",
     )
     host: str = LOOPBACK  # ms-swift listens on every interface by default
     port: int = 8000
@@ -98,6 +105,10 @@ class GRPORolloutArguments(RolloutArguments):
         self._check_engine()
         if (fault := fault_of_packages(self.model, self.model_type)) is not None:
             raise ValueError(fault)
+        if self.agent is not None:
+            given = vars(self)["multi_turn_scheduler"]
+            self.multi_turn_scheduler = scheduler_of(self.agent, given, self.gym_env, import_external_file)
+            self.use_gym_env = vars(self)["use_gym_env"] is not False
         if self.api_key:
             hide_in_process_list(self.api_key)
         port = self.port

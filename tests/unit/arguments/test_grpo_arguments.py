@@ -74,6 +74,13 @@ def test_unsupported_values_are_refused_by_name(flag: str, typed: dict[str, Any]
     assert ("SWIFT_MEGATRON_GRPO=off" in message) == NOT_YET[flag].stock
 
 
+def test_an_agent_that_cannot_run_is_refused(typed: dict[str, Any]) -> None:
+    assert "use FILE.py:FUNCTION" in refuse(typed, agent="nobody")
+    assert "takes the place of --gym_env lake" in refuse(typed, agent="true", gym_env="lake")
+    behind_servers = {"vllm_mode": "server", "vllm_server_host": ["a"]}
+    assert "give the flag to that, and use --vllm_server" in refuse(typed, agent="true", **behind_servers)
+
+
 def test_all_problems_are_reported_at_once(typed: dict[str, Any]) -> None:
     message = refuse(typed, loss_type="ppo", global_batch_size=50, reward_funcs=["nothing"], train_iters=None)
     for part in ("--loss_type ppo", "--global_batch_size 48", "'nothing' in --reward_funcs", "--num_train_epochs"):

@@ -156,3 +156,24 @@ def test_a_tool_that_never_returns_can_be_left() -> None:
     ends.set()
     thread.join(timeout=20)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1])  # with 0 it has not begun
+def test_a_coroutine_in_a_thread_is_cancelled_with_its_caller(seconds: float) -> None:
+    ended = threading.Event()
+
+    async def waits() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    async def main() -> None:
+        task = asyncio.create_task(in_threads(waits)())
+        await asyncio.sleep(seconds)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert ended.wait(10)

@@ -57,6 +57,11 @@ def test_a_port_that_another_process_listens_on_is_refused(model: Path) -> None:
             server(model, port=port)
 
 
+def test_an_agent_that_cannot_run_is_refused() -> None:
+    assert "use FILE.py:FUNCTION" in refusal(agent="nobody")
+    assert "takes the place of --multi_turn_scheduler math" in refusal(agent="true", multi_turn_scheduler="math")
+
+
 @pytest.mark.parametrize("flag", _POSITIVE)
 @pytest.mark.parametrize("value", [0, -1, float("inf")])
 def test_a_limit_must_be_positive_and_finite(flag: str, value: float) -> None:
