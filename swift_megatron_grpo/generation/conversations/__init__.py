@@ -9,5 +9,6 @@ agent_flag.py  the agent of --agent: a coroutine of a file, or a command
 programs.py    runs a program in a process group of its own, with limits
 first_program.py  prepares such a process, and becomes the program
 chat.py        OpenAI's chat completions: what an agent may ask, and the answer in JSON
+anthropic_chat.py  Anthropic's messages, as chat completions and back
 proxy.py       the address: an HTTP server of this machine alone, in a thread of its own
 """

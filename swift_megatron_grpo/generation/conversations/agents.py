@@ -206,7 +206,9 @@ class AgentRollout:
             prompt_tokens=len(turn.prompt_ids),
             completion_tokens=len(turn.completion_ids),
         )
-        self._tokens[key_of(answer.message)], _ = self.scheduler.get_response_token_data(request, choice)
+        tokens, _ = self.scheduler.get_response_token_data(request, choice)
+        for message in (answer.message, {"content": text}):  # a dialect without such a call sends the text
+            self._tokens[key_of(message)] = tokens
         messages = [*request.messages, {"role": "assistant", "content": text}]
         self.turns.recorded.append(turn)
         self.outputs.append(RolloutOutput(response=replace(response, id=call.name), messages=messages))

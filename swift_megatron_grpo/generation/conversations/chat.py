@@ -29,8 +29,10 @@ class CallRefused(Exception):
         super().__init__(reason)
         self.status, self.code = status, code
 
-    def to_json(self) -> dict[str, Any]:
-        return {"error": {"message": str(self), "type": "invalid_request_error", "param": None, "code": self.code}}
+
+def refusal_json(refusal: CallRefused) -> dict[str, Any]:
+    about = {"type": "invalid_request_error", "param": None, "code": refusal.code}
+    return {"error": {"message": str(refusal), **about}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,36 +71,58 @@ def key_of(message: dict[str, Any]) -> str:
     calls = message.get("tool_calls")
     if not calls:
         return json.dumps(message["content"])
-    return json.dumps([[c.get("id"), c["function"]["name"], c["function"].get("arguments")] for c in calls])
+    return json.dumps(
+        [[c.get("id"), c["function"]["name"], _spelt_alike(c["function"].get("arguments"))] for c in calls]
+    )
+
+
+def _spelt_alike(arguments: str | None) -> str | None:
+    """Return arguments as JSON is written here: packages that parse them send them back in a spelling of their own."""
+    try:
+        return json.dumps(json.loads(arguments or ""))
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """Return the JSON object that is a body. Raises CallRefused for anything else."""
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError):
+        raise CallRefused("the body is not JSON") from None
+    if not isinstance(given, dict):
+        raise CallRefused("the body is not an object")
+    return given
 
 
 def parse(body: bytes) -> Call:
     """Return the call in a body. Raises CallRefused for anything else."""
-    try:
-        call = json.loads(body)
-    except (ValueError, RecursionError):
-        raise CallRefused("the body is not JSON") from None
-    _require(isinstance(call, dict), "the body is not an object")
+    return call_of(read_object(body))
+
+
+def call_of(call: dict[str, Any]) -> Call:
+    """Return a call from the content of its body. Raises CallRefused for one that is not valid."""
     for name, allowed in _ALLOWED.items():
         value = call.get(name)
-        _require(value is None or value in allowed, f"{name} {value!r:.40} is not supported; use {allowed[0]!r}")
-    messages, tools = call.get("messages"), call.get("tools")
-    _require(
+        require(value is None or value in allowed, f"{name} {value!r:.40} is not supported; use {allowed[0]!r}")
+    messages: Any = call.get("messages")
+    tools = call.get("tools")
+    require(
         isinstance(messages, list) and 0 < len(messages) <= MOST_MESSAGES,
         f"messages must be a list of 1 to {MOST_MESSAGES}",
     )
-    _require(
+    require(
         tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)),
         "tools must be a list of objects",
     )
     stop = call.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop
-    _require(
+    require(
         isinstance(stop, list) and len(stop) <= _MOST_STOPS and all(isinstance(s, str) and s for s in stop),
         f"stop must be at most {_MOST_STOPS} texts",
     )
     given = [call[name] for name in ("max_tokens", "max_completion_tokens") if call.get(name) is not None]
-    _require(all(type(number) is int and number > 0 for number in given), "max_tokens must be a positive number")
+    require(all(type(number) is int and number > 0 for number in given), "max_tokens must be a positive number")
     return Call(
         messages=[_message(message) for message in messages],
         tools=None if call.get("tool_choice") == "none" or not tools else tools,
@@ -109,22 +133,22 @@ def parse(body: bytes) -> Call:
     )
 
 
-def _require(fits: bool, problem: str) -> None:
+def require(fits: bool, problem: str) -> None:
     if not fits:
         raise CallRefused(problem)
 
 
 def _message(message: Any) -> dict[str, Any]:
     """Return a message with its content as one text; parts other than texts are refused."""
-    _require(isinstance(message, dict), "a message is not an object")
-    _require(message.get("role") in list(_ROLES), f"a message has none of the roles {', '.join(_ROLES)}")
+    require(isinstance(message, dict), "a message is not an object")
+    require(message.get("role") in list(_ROLES), f"a message has none of the roles {', '.join(_ROLES)}")
     content = message.get("content")
     if isinstance(content, list):
-        _require(all(map(_is_text, content)), "a message has parts that are not texts")
+        require(all(map(_is_text, content)), "a message has parts that are not texts")
         content = "".join(part["text"] for part in content)
-    _require(content is None or isinstance(content, str), "a content is neither a text nor a list of parts")
+    require(content is None or isinstance(content, str), "a content is neither a text nor a list of parts")
     kept = {name: message[name] for name in ("tool_call_id", "tool_calls") if message.get(name)}
-    _require(_are_tool_calls(kept.get("tool_calls", [])), "tool_calls must be a list of objects with a function")
+    require(_are_tool_calls(kept.get("tool_calls", [])), "tool_calls must be a list of objects with a function")
     return {"role": _ROLES[message["role"]], "content": content or "", **kept}
 
 

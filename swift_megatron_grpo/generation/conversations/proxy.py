@@ -10,12 +10,14 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from threading import Thread
 from typing import Any, Protocol
 
 from aiohttp import web
 
-from swift_megatron_grpo.generation.conversations.chat import Answer, Call, CallRefused, parse, to_json, to_stream
+from swift_megatron_grpo.generation.conversations import anthropic_chat, chat
+from swift_megatron_grpo.generation.conversations.chat import Answer, Call, CallRefused
 
 MOST_CONNECTIONS = 4096
 BODY_BYTES, BODY_SECONDS = 2**22, 30.0
@@ -31,6 +33,24 @@ class Session(Protocol):
 
     def withdraw(self, call: Call) -> None:
         """Forget a call whose answer did not reach the agent."""
+
+
+class Dialect(Protocol):
+    """Reads what a package asks, and writes what it understands: chat.py is one, and anthropic_chat.py another."""
+
+    def parse(self, body: bytes) -> Call: ...
+
+    def to_json(self, call: Call, answer: Answer) -> dict[str, Any]: ...
+
+    def to_stream(self, call: Call, answer: Answer) -> Iterator[bytes]: ...
+
+    def refusal_json(self, refusal: CallRefused) -> dict[str, Any]: ...
+
+
+# Anthropic's package adds the second path to an address without /v1, and OpenAI's the first to one with it.
+_PATHS: dict[str, Dialect] = {
+    "/v1/chat/completions": chat, "/v1/messages": anthropic_chat, "/v1/v1/messages": anthropic_chat,
+}  # fmt: skip
 
 
 class Proxy:
@@ -56,7 +76,8 @@ class Proxy:
 
     async def _serve(self, started: "Future[None]") -> None:
         app = web.Application(client_max_size=BODY_BYTES)
-        app.router.add_post("/v1/chat/completions", self._complete)
+        for path, dialect in _PATHS.items():
+            app.router.add_post(path, partial(self._complete, dialect))
         app.router.add_get("/v1/models", self._models)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, lingering_time=_LINGERING_SECONDS)
         await runner.setup()
@@ -72,7 +93,8 @@ class Proxy:
 
     def _session(self, request: web.Request) -> Session:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        session = self._sessions.get(key) if scheme.lower() == "bearer" else None
+        given = key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")  # Anthropic's
+        session = self._sessions.get(given)
         if session is None:
             raise CallRefused("this key is that of no rollout, or of one that has ended", status=401)
         return session
@@ -81,20 +103,20 @@ class Proxy:
         try:
             self._session(request)
         except CallRefused as refusal:
-            return _refused(refusal)
+            return _refused(refusal, chat)
         return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model"}]})
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
+    async def _complete(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         try:
             session = self._session(request)
-            call = parse(await self._body(request))
+            call = dialect.parse(await self._body(request))
         except CallRefused as refusal:
-            return _refused(refusal)
+            return _refused(refusal, dialect)
         try:
             answer = await _result(session.ask(call))
-            return await _respond(request, answer, call)
+            return await _respond(request, answer, call, dialect)
         except CallRefused as refusal:
-            return _refused(refusal)
+            return _refused(refusal, dialect)
         except BaseException:  # the client has gone
             session.withdraw(call)
             raise
@@ -116,8 +138,8 @@ class _Full(asyncio.Protocol):
         transport.abort()
 
 
-def _refused(refusal: CallRefused) -> web.Response:
-    response = web.json_response(refusal.to_json(), status=refusal.status)
+def _refused(refusal: CallRefused, dialect: Dialect) -> web.Response:
+    response = web.json_response(dialect.refusal_json(refusal), status=refusal.status)
     response.force_close()
     return response
 
@@ -133,15 +155,15 @@ async def _result(future: "Future[Answer]") -> Answer:
         raise CallRefused("the rollout has ended", status=401) from None
 
 
-async def _respond(request: web.Request, answer: Answer, call: Call) -> web.StreamResponse:
+async def _respond(request: web.Request, answer: Answer, call: Call, dialect: Dialect) -> web.StreamResponse:
     response: web.StreamResponse
     if call.stream:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        for event in to_stream(call, answer):
+        for event in dialect.to_stream(call, answer):
             await response.write(event)
     else:
-        response = web.json_response(to_json(call, answer))
+        response = web.json_response(dialect.to_json(call, answer))
         await response.prepare(request)
     await response.write_eof()
     return response

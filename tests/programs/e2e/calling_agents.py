@@ -1,4 +1,4 @@
-"""An external plugin: agents that call the policy by the packages of OpenAI, and agents that fail."""
+"""An external plugin: agents that call the policy by the packages of OpenAI and Anthropic, and agents that fail."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import urllib.request
 from typing import Any
 
 import openai
+from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from swift_megatron_grpo.generation.conversations.agents import register_agent
@@ -25,8 +26,11 @@ async def calls(row: dict[str, Any], base_url: str, api_key: str) -> float:
     messages += [first.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "And then?"}]
     second = await client.chat.completions.create(model="policy", messages=messages)
     messages += [second.choices[0].message.model_dump(exclude_none=True)]
-    messages += [{"role": "tool", "tool_call_id": "call", "content": "22"}]
-    await client.chat.completions.create(model="policy", messages=messages)
+    result = {"type": "tool_result", "tool_use_id": "call", "content": "22"}
+    third = await AsyncAnthropic(base_url=base_url, api_key=api_key).messages.create(
+        model="policy", max_tokens=1024, messages=[*messages, {"role": "user", "content": [result]}]
+    )
+    assert third.usage.output_tokens >= 1 and third.content[0].type == "text"
     alone = [{"role": "system", "content": "Be short."}, {"role": "user", "content": [{"type": "text", "text": "Go."}]}]
     stream = await client.chat.completions.create(
         model="policy", messages=alone, max_tokens=5, stream=True, tools=[TOOL], stream_options={"include_usage": True}

@@ -38,7 +38,7 @@ class Engine:
         self.go = asyncio.Event()
         self.go.set()
         self.cancelled = 0
-        self.tool_calls = False
+        self.tool_call: Function | None = None
         self.error: Exception | None = None
 
     def encode(self, request: RolloutInferRequest, **_: Any) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class Engine:
                 raise
             if self.error is not None:
                 raise self.error
-            calls = [ChatCompletionMessageToolCall(ADD)] if self.tool_calls else None
+            calls = [ChatCompletionMessageToolCall(self.tool_call)] if self.tool_call else None
             message = ChatMessage(role="assistant", content=f"answer {number}", tool_calls=calls)
             logprobs = {"content": [{"logprob": -1.0}]}
             choice = ChatCompletionResponseChoice(0, message, "stop", logprobs, token_ids=[100 + number])

@@ -17,7 +17,7 @@ from swift_megatron_grpo.generation.conversations import agents
 from swift_megatron_grpo.generation.conversations.agents import register_agent
 from swift_megatron_grpo.generation.conversations.running import NoRoom
 from swift_megatron_grpo.types import AGENT_ERROR
-from tests.unit.generation.conversations.answering import USER, Engine, complete, run
+from tests.unit.generation.conversations.answering import ADD, USER, Engine, complete, run
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}
 RELEASED = Event()  # lets the agent that hangs end after its test
@@ -64,7 +64,7 @@ def test_an_agent_is_trained_on_every_context_of_its_calls() -> None:
 def test_a_tool_call_is_sent_back_by_its_tokens(stream: bool) -> None:
     def engine_of() -> Engine:
         engine = Engine()
-        engine.tool_calls = True
+        engine.tool_call = ADD
         return engine
 
     async def agent(row: dict[str, Any], url: str, key: str) -> None:
