@@ -141,6 +141,12 @@ class GRPORolloutArguments(RolloutArguments):
             raise ValueError(f"--vllm_speculative_config {self.vllm_speculative_config}: {why}; leave it out")
         self.vllm_engine_kwargs = settings
 
+    def _import_external_plugins(self) -> None:
+        """Import what registers names, which ms-swift does again in the process of the engine."""
+        super()._import_external_plugins()
+        if self.agent is not None:
+            scheduler_of(self.agent, None, None, import_external_file)
+
     def content_limits(self, engine_settings: Mapping[str, Any]) -> ContentLimits:
         """Return the limits on the content of a request, which depend on the engine."""
         max_model_len = engine_settings["status"]["max_model_len"]

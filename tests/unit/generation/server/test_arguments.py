@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from swift.rollout import multi_turns
 
 from swift_megatron_grpo.generation.server.arguments import _POSITIVE, LOOPBACK, GRPORolloutArguments
 from tests.forking.client import free_port, run_script
@@ -60,6 +61,16 @@ def test_a_port_that_another_process_listens_on_is_refused(model: Path) -> None:
 def test_an_agent_that_cannot_run_is_refused() -> None:
     assert "use FILE.py:FUNCTION" in refusal(agent="nobody")
     assert "takes the place of --multi_turn_scheduler math" in refusal(agent="true", multi_turn_scheduler="math")
+
+
+def test_an_agent_is_known_in_the_process_of_the_engine(model: Path, tmp_path: Path) -> None:
+    """That process is spawned, and gets the arguments."""
+    (tmp_path / "agents.py").write_text("async def spawned(row, base_url, api_key): ...")
+    arguments = server(model, port=free_port(), agent=f"{tmp_path}/agents.py:spawned")
+    assert (arguments.multi_turn_scheduler, arguments.use_gym_env) == ("spawned", True)
+    del multi_turns["spawned"]
+    arguments._import_external_plugins()
+    assert multi_turns.pop("spawned").seconds == 600
 
 
 @pytest.mark.parametrize("flag", _POSITIVE)
