@@ -37,7 +37,7 @@ def trainer_command(name: str, folder: Path) -> str:
         program.chmod(0o755)
     environment = {
         "PATH": f"{stub.parent}:{os.environ['PATH']}",
-        "DATASET": IMAGES if name.startswith("vl") else "org/rows",
+        "DATASET": IMAGES if name.startswith(("vl", "omni")) else "org/rows",
     }
     template, *recipe = name.split()
     command = [str(TEMPLATES / template)]

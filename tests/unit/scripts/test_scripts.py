@@ -268,6 +268,7 @@ def test_the_judge_of_the_template_asks_and_reads_the_last_grade() -> None:
         "templates/qwen3_5_lora.sh",
         "templates/vl_lora.sh",
         "templates/video_lora.sh",
+        "templates/omni_lora.sh",
         "templates/vl_server.sh",
         "templates/moe_server.sh",
         "templates/moe_full.sh",
