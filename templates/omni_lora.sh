@@ -26,8 +26,8 @@ args=(
     --lora_alpha 32                          # the adapter is scaled by alpha / rank
     --lora_dropout 0                         # dropout would make the trained policy differ from the one that generated
     --target_modules all-linear              # layers with an adapter: experts as well, but not the router
-    --freeze_vit true                        # image and audio parts have no adapters
-    --freeze_aligner true                    # nor have the layers between them and the language model
+    --freeze_vit true                        # false: adapters in the image and audio parts as well
+    --freeze_aligner true                    # false: adapters between them and the language model as well
     --merge_lora true                        # also save checkpoint-N-merged: peft leaves out adapters of experts
 
     # Parallel layout. EP divides the experts over ranks of DP * TP. LoRA requires expert_tensor_parallel_size 1.

@@ -70,6 +70,7 @@ class GRPOArguments(DerivedArguments):
     most_images = 0  # no flag: the most images that a row of the datasets has
     most_recordings = 0  # no flag: the most recordings
     most_videos = 0  # no flag: the most videos
+    trained_media = tuple[str, ...]()  # no flag: image, video, audio: that rows of --dataset have
     most_evaluated = 0  # no flag: the most prompts of a dataset that are evaluated; 0: all
 
     def __post_init__(self) -> None:
@@ -233,6 +234,8 @@ class GRPOArguments(DerivedArguments):
                 )
                 notes += [note] if note else []
                 if name == "dataset":
+                    most_trained = {"image": most[0], "video": shown[0], "audio": heard[0]}
+                    self.trained_media = tuple(kind for kind, number in most_trained.items() if number)
                     teacher = self.of(Teacher)
                     if teacher.tag_column is not None:
                         check_tags(kept, teacher.tag_column, [tag for each in teacher.addresses for tag in each.tags])

@@ -18,6 +18,7 @@ from swift_megatron_grpo.arguments.refused import (
     REFUSED_COMPOSITE,
     REFUSED_TEXT,
     STOCK_TRAINER,
+    TAKES_IMAGES,
     TEXT,
 )
 from swift_megatron_grpo.generation.protocol.model_identity import language_config, position_identity
@@ -87,10 +88,11 @@ def check_composite(model: str, config: Mapping[str, Any], frozen: tuple[bool, b
             "--freeze_llm true, --freeze_vit true and --freeze_aligner true leave nothing to train; set one of them to "
             "false"
         )
-    if config["model_type"] in OMNI and not (frozen[1] and frozen[2]):
+    if config["model_type"] not in TAKES_IMAGES and not (frozen[1] and frozen[2]):
         flag = "freeze_aligner" if frozen[1] else "freeze_vit"
         raise ValueError(
-            f"--{flag} false: of a {config['model_type']} only the language model is trained; use --{flag} true"
+            f"--{flag} false: a {config['model_type']} is trained on rows of text alone, and only its language model; "
+            f"use --{flag} true"
         )
     kind = language_config(config)["model_type"]
     if config["model_type"] == "internvl" and kind not in INTERNVL_LANGUAGES:

@@ -36,10 +36,10 @@ class Images(Flags):
                 f"--language_model_only true builds no image or audio part, and rows of the dataset have {media}; use "
                 f"--language_model_only false, or remove the column {column}"
             )
-        elif trained and not rows.seen and not self.adapter.exists:
+        elif trained and not (rows.seen or rows.recordings) and not self.adapter.exists:
             yield (
-                f"--{trained[0]} false: no row of the dataset has images or videos, which alone train the image part; "
-                f"use --{trained[0]} true"
+                f"--{trained[0]} false: no row of the dataset has images, videos or audio, which alone train the parts "
+                f"that embed them; use --{trained[0]} true"
             )
         elif trained and self.adapter.vllm_enable_lora:
             yield (

@@ -38,6 +38,7 @@ from swift_megatron_grpo.training.upstream_fixes import adapter_settings, hybrid
 from swift_megatron_grpo.training.upstream_fixes.linear_attention import supply_context_parallelism
 from swift_megatron_grpo.training.upstream_fixes.marks import mark_sharded_parameters
 from swift_megatron_grpo.training.upstream_fixes.result_queue import end_writers_with_rank
+from swift_megatron_grpo.training.vision_tower import freeze_parts_without_rows
 from swift_megatron_grpo.weights.export.export import AdaptedModules, merged_on_read
 from swift_megatron_grpo.weights.export.joined_projections import keep_joined
 from swift_megatron_grpo.weights.export.kept_tensors import keep_untrained_tensors
@@ -83,6 +84,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         with adapter_settings.adapter_settings_applied(), every_tensor_read(models[0].config, args.unread_tensors):
             peft_models: list[Any] = super()._prepare_peft_model(models)
             reference.load_reference_adapter(self.bridge, models, self.settings.reference.adapter)
+        freeze_parts_without_rows(models, args.trained_media)
         trained_weights.check_trained(models, frozen_by=args.of(Trained).freezing)
         self._seeds_dropout = adapter_settings.has_adapter_dropout(models)
         note = preparation.prepare_trained(

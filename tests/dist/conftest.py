@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.arguments.refused import OMNI
 from swift_megatron_grpo.cli.check_layouts.layouts import DENSE, MOE, Task, Variant, base_flags, task
 from tests.forking.client import fork_server
 from tests.support.runs import SIZE_FOR_GPUS, make_model
@@ -68,8 +67,7 @@ _MODELS = {
 }
 _BATCHES = ["on-policy", "off-policy"]
 _RUN_IMAGES = "tests.programs.dist.image_runs:run_layout"
-FROZEN = ["--max_length", "256"]
-EVERYTHING = ["--freeze_vit", "false", "--freeze_aligner", "false", *FROZEN]
+EVERYTHING = ["--freeze_vit", "false", "--freeze_aligner", "false", "--max_length", "256"]
 RUN_LAYOUT = "swift_megatron_grpo.cli.check_layouts.ranks:run_layout"
 
 
@@ -224,15 +222,12 @@ class Ranks:
         self.run(name, 1, tasks)
 
     def image_layouts(self, layouts: Mapping[tuple[str, str], Sequence[str]], descents: Sequence[str]) -> None:
-        """Run layouts and one rank on samples with images, and of some kinds a step of descent.
-
-        Everything is trained, but the image and audio parts of a Qwen-Omni are frozen.
-        """
+        """Run layouts and one rank on samples with images, and of some kinds a step of descent. All is trained."""
         tasks: dict[int, list[Task]] = {}
         for (kind, tuner), names in layouts.items():
             folder = self.folder / f"{kind}-{tuner}-images"
             (folder / "descent").mkdir(parents=True)
-            flags = self.flags(kind, tuner, "float32", FROZEN if kind in OMNI else EVERYTHING)
+            flags = self.flags(kind, tuner, "float32", EVERYTHING)
             if tuner == "lora":  # with adapters in the vision tower, too
                 adapter = str(folder / "adapter")
                 make = "swift_megatron_grpo.cli.check_layouts.ranks:make_adapter"

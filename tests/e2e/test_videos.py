@@ -46,7 +46,7 @@ def check(run: Finished) -> None:
         ("qwen3_vl", 2, ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"]),
         pytest.param("qwen2_vl", 1, ["--vllm_limit_mm_per_prompt", PLANNED], marks=pytest.mark.thorough),
         pytest.param("qwen3_5", 1, [], marks=pytest.mark.thorough),
-        ("qwen3_omni_moe", 1, ["--tuner_type", "lora"]),
+        ("qwen3_omni_moe", 1, ["--tuner_type", "lora", *EVERYTHING]),
     ],
     ids=["qwen2_5_vl", "qwen3_vl", "qwen2_vl", "qwen3_5", "qwen3_omni_moe"],
 )

@@ -12,7 +12,7 @@ from swift_megatron_grpo.settings.layout import Layout, layers_of_stages
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # The part of a vision tower that turns its output into rows of the language model, with its own flags.
-_ALIGNER = re.compile(r"(?:^|\.)(merger|deepstack_merger_list|multi_modal_projector|mlp1)\.")
+_ALIGNER = re.compile(r"(?:^|\.)(merger|(deepstack_)?merger_list|multi_modal_projector|mlp1|audio_tower\.proj[12]?)\.")
 # Matrices that every tensor-parallel rank has a copy of: routers, and the projections to a latent space.
 _COPIED = re.compile(r"\.(gate|shared_expert_gate|router|q_a_proj|kv_a_proj_with_mqa)\.weight$")
 

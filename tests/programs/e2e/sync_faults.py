@@ -25,7 +25,7 @@ from swift_megatron_grpo.generation.remote.engine import RemoteVllm
 from swift_megatron_grpo.loop.step import GRPOLoop
 from swift_megatron_grpo.settings.config import SamplingConfig
 from swift_megatron_grpo.training.vision_tower import VisionTowerGuard
-from swift_megatron_grpo.types import Rollout
+from swift_megatron_grpo.types import ModelImage, ModelRecording, Rollout
 
 Fault = Callable[[GRPOLoop], AbstractContextManager[None]]
 Change = Callable[[NamedWeights], NamedWeights]
@@ -223,16 +223,22 @@ def vision_tower_not_sent(loop: GRPOLoop) -> AbstractContextManager[None]:
     return in_export(lambda weights: ((name, tensor) for name, tensor in weights if ".visual." not in name))
 
 
-def image_of_zeros(loop: GRPOLoop) -> AbstractContextManager[None]:
+def medium_of_zeros(kind: type) -> AbstractContextManager[None]:
     rows_of = VisionTowerGuard._rows_of
-    return replaced(
-        VisionTowerGuard, "_rows_of", lambda self, shown: tuple(map(torch.zeros_like, rows_of(self, shown)))
-    )
+
+    def zeros(self: VisionTowerGuard, shown: Any, *how: Any) -> Any:
+        rows = rows_of(self, shown, *how)
+        return tuple(map(torch.zeros_like, rows)) if isinstance(shown[0], kind) else rows
+
+    return replaced(VisionTowerGuard, "_rows_of", zeros)
+
+
+def image_of_zeros(loop: GRPOLoop) -> AbstractContextManager[None]:
+    return medium_of_zeros(ModelImage)
 
 
 def recording_of_zeros(loop: GRPOLoop) -> AbstractContextManager[None]:
-    rows_of = VisionTowerGuard._rows_of_recordings
-    return replaced(VisionTowerGuard, "_rows_of_recordings", lambda self, shown: torch.zeros_like(rows_of(self, shown)))
+    return medium_of_zeros(ModelRecording)
 
 
 def vision_tower_adapters_left_out(loop: GRPOLoop) -> AbstractContextManager[None]:

@@ -49,7 +49,7 @@ def test_recordings_fit_the_limit_and_have_one_turn() -> None:
         assert faults(Engine, rows=rows, vllm_limit_mm_per_prompt=limits) == ""
     message = faults(Engine, rows=rows, vllm_limit_mm_per_prompt={"audio": 1})
     assert re.search(r"allows 1 of audio, .* has 2; use .*'\{\"image\": 0, \"video\": 0, \"audio\": 2\}'", message)
-    assert faults(Images, rows=rows) == ""
+    assert faults(Images, rows=rows) == "" and faults(Images, rows=rows, **PARTS) == ""
     assert "--multi_turn_scheduler gym: rows" in faults(Images, rows=rows, multi_turn_scheduler="gym")
     message = faults(Images, rows=rows, language_model_only=True)
     assert "rows of the dataset have recordings" in message and "remove the column audios" in message
