@@ -17,6 +17,7 @@ from swift.utils import get_logger
 
 from swift_megatron_grpo.arguments.derived import DerivedArguments, as_list
 from swift_megatron_grpo.arguments.environment import (
+    check_agent_reads_text,
     check_environment,
     check_recording,
     check_reference_adapter_of,
@@ -243,6 +244,7 @@ class GRPOArguments(DerivedArguments):
                 rows[name] = without_row_numbers(kept)
         self.most_images, self.most_recordings, self.most_videos = max(most), max(heard), max(shown)
         self.notes_on_rows = tuple(notes)
+        check_agent_reads_text(self.multi_turn_scheduler, self._data_shape.media)
         raise_faults(self._faults(self._data_shape))
         return rows["dataset"], rows["val_dataset"]
 

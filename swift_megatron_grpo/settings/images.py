@@ -19,7 +19,6 @@ class Images(Flags):
     vit_lr: float | None
     aligner_lr: float | None
     vllm_mode: str | None
-    multi_turn_scheduler: str | None
     vllm_tensor_parallel_size: int
     vllm_engine_kwargs: Any
     adapter: Adapter
@@ -55,15 +54,6 @@ class Images(Flags):
                     f"--{flag} {rate:g}: the part of the model that it is for is not trained; use --{part} false, or "
                     f"leave --{flag} out"
                 )
-
-    @rule
-    def recordings_and_videos_are_played_in_one_turn(self, rows: DataShape) -> Faults:
-        media, column = ("audio", "audios") if rows.recordings else ("videos", "videos")
-        if (rows.recordings or rows.videos) and self.multi_turn_scheduler is not None:
-            yield (
-                f"--multi_turn_scheduler {self.multi_turn_scheduler}: rows of the dataset have {media}, which "
-                f"conversations cannot have yet; leave it out, or remove the column {column}"
-            )
 
     @rule
     def vllm_divides_the_image_part(self, config: Mapping[str, Any], rows: DataShape) -> Faults:

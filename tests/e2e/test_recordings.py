@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
 from tests.e2e.test_images import EVERYTHING
 from tests.e2e.test_server_attacks import respond
 from tests.paths import REPOSITORY
-from tests.support.runs import PLUGINS, PROBE, Finished, hf_difference, make_model, megatron_rlhf
+from tests.support.runs import PLUGINS, PROBE, Finished, hf_difference, make_model, megatron_rlhf, read_json_lines
 from tests.support.servers import KEY, RolloutServer
 from tests.unit.data.test_recordings import HOSTILE
 
@@ -38,9 +39,9 @@ def write_noise(file: Path, rate: int, channels: int, seconds: float, seed: int)
     return file
 
 
-def make_dataset(folder: Path, images: list[int], recordings: list[int]) -> Path:
+def make_dataset(folder: Path, images: list[int], recordings: list[int], videos: Sequence[int] = (0,)) -> Path:
     folder.mkdir()
-    rows = make_rows(folder, 16, images, seed=0)
+    rows = make_rows(folder, 16, images, 0, videos)
     for number, row in enumerate(rows):
         chosen = [FILES[(number + i) % len(FILES)] for i in range(recordings[number % len(recordings)])]
         files = [
@@ -94,6 +95,22 @@ def test_recordings_are_heard_alike_and_a_lost_one_is_detected(folder: Path, omn
     reports = json.loads((run.folder / "faults.0.json").read_text())
     assert reports["recording_of_zeros, step 1"].startswith("EngineHasOtherWeights, generated 0 times")
     assert hf_difference(run.last_checkpoint)["max"] < 1e-5
+
+
+def test_later_turns_of_a_conversation_hear_and_see_the_media_of_its_row(folder: Path, omni: Path) -> None:
+    """The scheduler adds an image in the second turn. A sampled placeholder ends a conversation."""
+    dataset, dump = make_dataset(folder / "turned", [0, 1], [1, 2], [1]), folder / "turns"
+    shown = str(folder / "turned" / "1-0.png")
+    flags = [*FLAGS, *COLOURS, str(PLUGINS / "showing.py"), "--multi_turn_scheduler", "showing", "--max_turns", "3",
+             "--rollout_dump", str(dump), "--vllm_limit_mm_per_prompt",
+             '{"image": 2, "video": 1, "audio": 2}']  # fmt: skip
+    run = megatron_rlhf(omni, dataset, folder / "turns-run", 1, flags, {"SHOWN": shown}, rewards=False)
+    check(run, omni, ("thinker.audio_tower.", "thinker.visual."))
+    rows = [row for file in dump.glob("rollout-*.jsonl") for row in read_json_lines(file)]
+    longest = [row["prompt_ids"] for row in rows if row["infos"]["num_turns"] == 3]
+    thinker = json.loads((omni / "config.json").read_text())["thinker_config"]
+    for kind in ("audio", "video"):
+        assert any(thinker[f"{kind}_token_id"] in prompt for prompt in longest)
 
 
 def test_a_replay_trains_the_same_and_other_recordings_are_refused(folder: Path, omni: Path) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from swift.rollout import multi_turns
 
+from swift_megatron_grpo.arguments.environment import check_agent_reads_text
+from swift_megatron_grpo.generation.conversations.agents import register_agent
 from swift_megatron_grpo.generation.conversations.checks import check_multi_turn
 
 
@@ -31,3 +34,16 @@ def test_conversation_flags_name_registered_schedulers_and_environments() -> Non
     ):
         with pytest.raises(ValueError, match=message):
             check(scheduler, **flags)
+
+
+def test_agents_are_refused_on_rows_with_media() -> None:
+    async def answer(row: dict[str, Any], base_url: str, api_key: str) -> None: ...
+
+    register_agent("answering")(answer)
+    try:
+        for scheduler, media in ((None, "images"), ("math_tip_trick", "audio"), ("answering", None)):
+            check_agent_reads_text(scheduler, media)
+        with pytest.raises(ValueError, match=r"answering: rows of the dataset have videos.*; use a scheduler"):
+            check_agent_reads_text("answering", "videos")
+    finally:
+        del multi_turns["answering"]

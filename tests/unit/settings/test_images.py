@@ -43,26 +43,24 @@ def test_a_limit_below_the_images_of_a_row_is_refused() -> None:
     assert re.search(r"allows 2 of image, .* has 3; use .*'\{\"image\": 3, \"video\": 0\}'", message)
 
 
-def test_recordings_fit_the_limit_and_have_one_turn() -> None:
+def test_recordings_fit_the_limit() -> None:
     rows = DataShape(0, recordings=2)
     for limits in (None, {"image": 0}, {"audio": 2}):
         assert faults(Engine, rows=rows, vllm_limit_mm_per_prompt=limits) == ""
     message = faults(Engine, rows=rows, vllm_limit_mm_per_prompt={"audio": 1})
     assert re.search(r"allows 1 of audio, .* has 2; use .*'\{\"image\": 0, \"video\": 0, \"audio\": 2\}'", message)
     assert faults(Images, rows=rows) == "" and faults(Images, rows=rows, **PARTS) == ""
-    assert "--multi_turn_scheduler gym: rows" in faults(Images, rows=rows, multi_turn_scheduler="gym")
     message = faults(Images, rows=rows, language_model_only=True)
     assert "rows of the dataset have recordings" in message and "remove the column audios" in message
 
 
-def test_videos_fit_the_limit_and_have_one_turn() -> None:
+def test_videos_fit_the_limit() -> None:
     rows = DataShape(1, videos=2)
     for limits in (None, {"image": 1}, {"video": 2}, {"video": {"count": 2, "num_frames": 8}}):
         assert faults(Engine, rows=rows, vllm_limit_mm_per_prompt=limits) == ""
     message = faults(Engine, rows=rows, vllm_limit_mm_per_prompt={"video": 1})
     assert re.search(r"allows 1 of video, .* has 2; use .*'\{\"image\": 1, \"video\": 2\}'", message)
     assert faults(Images, rows=rows) == "" and faults(Images, rows=DataShape(0, videos=1), **PARTS) == ""
-    assert "rows of the dataset have videos" in faults(Images, rows=rows, multi_turn_scheduler="gym")
     message = faults(Images, rows=DataShape(0, videos=1), language_model_only=True)
     assert "rows of the dataset have videos" in message and "remove the column videos" in message
 
