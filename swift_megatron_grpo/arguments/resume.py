@@ -25,9 +25,9 @@ _NAMES = """
     no_save_rng async_save use_persistent_ckpt_worker create_checkpoint_symlink merge_lora
     logging_steps report_to log_completions wandb_log_unique_prompts wandb_project wandb_exp_name swanlab_project
     swanlab_exp_name callbacks check_model check check_gpu stall_warnings eval_iters eval_steps num_generations_eval
-    phase_timeout reward_timeout stop_grace ddp_timeout vllm_request_timeout vllm_server_base_url vllm_server_host
-    vllm_server_port vllm_server_timeout vllm_server_group_port vllm_server_api_key vllm_gpu_memory_utilization
-    dataloader_num_workers dataset_num_proc load_from_cache_file hub_token spare_groups
+    phase_timeout node_timeout reward_timeout stop_grace ddp_timeout vllm_request_timeout vllm_server_base_url
+    vllm_server_host vllm_server_port vllm_server_timeout vllm_server_group_port vllm_server_api_key
+    vllm_gpu_memory_utilization dataloader_num_workers dataset_num_proc load_from_cache_file hub_token spare_groups
 """
 _WITHOUT_EFFECT = frozenset(_NAMES.split())
 

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import MutableMapping, Sequence
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -94,6 +95,13 @@ def parse_flag(args: Sequence[str], wanted: str) -> str | None:
         if flag.startswith("--") and name and wanted.startswith(name):
             found = value if equals else "".join(args[index + 1 : index + 2])
     return found
+
+
+def seconds_of(args: Sequence[str], flag: str, default: float) -> float:
+    """Return the value of a flag in seconds; the default for what is no number, which the ranks refuse."""
+    with suppress(ValueError):
+        return float(parse_flag(args, flag) or "")
+    return default
 
 
 def asks_for_check(args: Sequence[str]) -> bool:

@@ -16,7 +16,11 @@ from swift_megatron_grpo.generation.vllm.cuda_runtime import find_runtime_beside
 from swift_megatron_grpo.generation.vllm.triton_cache import set_triton_cache
 from swift_megatron_grpo.plugin.command_line import selects_grpo
 from swift_megatron_grpo.runtime.import_hooks import after_import
-from swift_megatron_grpo.runtime.refusals import reported_by_torchrun, set_up_reported_by_torchrun
+from swift_megatron_grpo.runtime.refusals import (
+    lost_connections_reported_by_torchrun,
+    reported_by_torchrun,
+    set_up_reported_by_torchrun,
+)
 
 TRAINER = "MegatronGRPOTrainer"  # the name that MegatronRLHF.prepare_trainer looks up in swift.megatron.trainers
 
@@ -81,7 +85,12 @@ def _replace_arguments(rlhf: ModuleType) -> None:
                 "flags nor the checks of swift_megatron_grpo; pass the flags as a list of strings, or "
                 "swift_megatron_grpo.arguments.grpo_arguments.GRPOArguments"
             )
-        with exit_if_stopped(), end_if_finished(), reported(self.args):
+        with (
+            exit_if_stopped(),
+            lost_connections_reported_by_torchrun(),
+            end_if_finished(),
+            reported(self.args),
+        ):
             return stock_run(self)
 
     def prepare_vllm_client(self: Any) -> Any:

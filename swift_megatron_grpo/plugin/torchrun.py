@@ -4,7 +4,8 @@ torchrun's own handler raises an exception at SIGTERM and SIGINT, signals the ra
 traceback. Here the handler only passes the signal on, and torchrun ends when its ranks have, with their exit code. If a
 rank fails, torchrun ends the others with SIGTERM, which would ask them to stop and save: they are killed instead. The
 message of ranks that refuse a run is the last thing that is printed (runtime/refusals.py). On a machine without a GPU,
-the ranks are forks of torchrun, which imports for all of them.
+the ranks are forks of torchrun, which imports for all of them. With several machines, torchrun finds a lost one
+(lost_machine.py), and ends its ranks with a line that names it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 from swift_megatron_grpo.plugin import command_line, rank
-from swift_megatron_grpo.plugin.command_line import parse_flag
+from swift_megatron_grpo.plugin.lost_machine import LossOfMachine, other_machines
 from swift_megatron_grpo.runtime.import_hooks import after_import
 from swift_megatron_grpo.runtime.refusals import expect_refusals, take_refusals
 
@@ -35,14 +37,11 @@ _STOPPED = {128 + number for number in _SIGNALS}  # exit codes of a rank that ha
 
 
 def hook_torchrun(args: list[str]) -> None:
-    grace = DEFAULT_GRACE
-    with suppress(TypeError, ValueError):  # the ranks refuse other values, with a message
-        grace = float(parse_flag(args, "stop_grace") or "")
     refusals = expect_refusals(os.environ)
-    after_import("torch.distributed.elastic.multiprocessing.api", lambda api: _patch(api, args, grace, refusals))
+    after_import("torch.distributed.elastic.multiprocessing.api", lambda api: _patch(api, args, refusals))
 
 
-def _patch(api: ModuleType, args: list[str], grace: float, refusals: Path) -> None:
+def _patch(api: ModuleType, args: list[str], refusals: Path) -> None:
     context = api.PContext
     stock_start, stock_wait, stock_close = context.start, context.wait, context.close
 
@@ -51,12 +50,23 @@ def _patch(api: ModuleType, args: list[str], grace: float, refusals: Path) -> No
             _fork_ranks(api.SubprocessHandler, args)
         stock_start(self)
         gc.unfreeze()  # or Python would report at its exit, as leaks, what was frozen for forks
-        self.stop = StopOfRanks(self, grace, refusals)
+        self.stop = StopOfRanks(self, command_line.seconds_of(args, "stop_grace", DEFAULT_GRACE), refusals)
+        self.loss = LossOfMachine(other_machines(self.envs), args, refusals, partial(self.stop.end_others, 0), _print)
 
     def wait(self: Any, timeout: float = -1, period: float = 1) -> Any:
-        self.stop.exit_if_refused()
-        self.stop.exit_if_stopped()
-        return stock_wait(self, timeout, period)
+        try:
+            self.stop.exit_if_refused()
+            self.stop.exit_if_stopped()
+        except SystemExit as end:
+            self.loss.tell_others("" if end.code in _STOPPED else "its ranks refused the run")
+            raise
+        if self.loss.ends_run():
+            _exit(1)
+        result = stock_wait(self, timeout, period)
+        if result is not None:
+            failed = (f"local rank {number}, {_how(each.exitcode)}" for number, each in result.failures.items())
+            self.loss.tell_others(", ".join(failed))
+        return result
 
     def close(self: Any, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
         stock_close(self, death_sig or signal.SIGKILL, timeout)
@@ -119,7 +129,7 @@ class StopOfRanks:
         """Raise SystemExit once a rank has refused the run, after its message; the ranks are killed before."""
         message = take_refusals(self._refusals)
         if message is not None:
-            self._end_others(0)
+            self.end_others(0)
             _print(message)
             _exit(1)
 
@@ -129,22 +139,22 @@ class StopOfRanks:
         stopped = [code for code in codes.values() if code in _STOPPED]
         died = self._signal is not None and any(code == -self._signal for code in codes.values())
         if stopped:
-            self._end_others(_EXIT_SECONDS)
+            self.end_others(_EXIT_SECONDS)
             _exit(stopped[0])
         if self._signal is not None and died:
-            self._end_others(_SECOND_SIGNAL_SECONDS)
+            self.end_others(_SECOND_SIGNAL_SECONDS)
             _print(_NOTHING_SAVED.format(self._signal.name))
             _exit(128 + self._signal)
         if self._signal is not None and time.monotonic() > self._deadline:
             alive = [rank for rank, code in codes.items() if code is None]
-            self._end_others(0)
+            self.end_others(0)
             _print(
                 f"local ranks {', '.join(map(str, alive))} did not stop in time after {self._signal.name} and were "
                 f"killed; the steps since the last checkpoint are lost (--stop_grace {self._grace:g})"
             )
             _exit(128 + self._signal)
 
-    def _end_others(self, seconds: float) -> None:
+    def end_others(self, seconds: float) -> None:
         """Wait for all ranks to exit, then kill what is left of them and of the processes that they started."""
         end = time.monotonic() + seconds
         while time.monotonic() < end and any(process.poll() is None for process in self._processes.values()):
@@ -153,6 +163,10 @@ class StopOfRanks:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)  # each rank leads a process group
             process.wait()
+
+
+def _how(code: int) -> str:
+    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
 
 
 def _exit(code: int) -> NoReturn:

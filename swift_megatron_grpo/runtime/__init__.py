@@ -3,6 +3,7 @@
 parallel.py      this rank's position in the layout, and the exchange of Python objects between ranks
 failures.py      errors that every rank raises together, and the protocol of their exchange
 refusals.py      a refused run ends with one message, which torchrun prints
+machines.py      the torchruns of a run tell each other that they live
 http.py          requests to servers: kinds of failures, limits, new tries
 import_hooks.py  run a function before or after a later import
 replaced.py      replace an attribute inside a context

@@ -2,7 +2,8 @@
 
 Otherwise every rank would print it with its traceback, and 40 lines of torchrun would follow. A rank that only waits
 for another one, or reads the same flags, prints nothing. An unexpected error goes the same way with its traceback in
-front: the rank that it ends would be killed before it has printed it, once another rank has left its message.
+front: the rank that it ends would be killed before it has printed it, once another rank has left its message. With
+several machines, so does the error of a connection that broke: torchrun knows whether a machine is lost.
 """
 
 import linecache
@@ -20,7 +21,8 @@ from swift_megatron_grpo.runtime.failures import RankFailure
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FOLDER = "SWIFT_MEGATRON_GRPO_REFUSALS"  # set by a torchrun with hooks, for its ranks
-_FAILED, _FOLLOWS = ".txt", ".follows"  # suffixes: of a rank that failed, and of one that another rank's failure ends
+# Suffixes: of a rank that failed, of one that another rank's failure ends, and of one that lost a connection.
+_FAILED, _FOLLOWS, _LOST = ".txt", ".follows", ".lost"
 _FOLLOWING_SECONDS = 1.0
 _FAULTS_OF_INPUT = (ValueError, RuntimeError, OSError, KeyError, ImportError)
 _SECONDS = 30.0  # for torchrun to end a rank that has written its message; it looks ten times a second
@@ -55,6 +57,26 @@ def set_up_reported_by_torchrun() -> Iterator[None]:
         raise
 
 
+@contextmanager
+def lost_connections_reported_by_torchrun() -> Iterator[None]:
+    """Leave the traceback of a connection that broke to torchrun, in a run on several machines."""
+    try:
+        yield
+    except Exception as failure:
+        if _is_lost_connection(failure):
+            _leave_to_torchrun(failure, "", is_expected=False)
+        raise
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    """Return True if another machine may be the cause: an error of NCCL, of a store, or of gloo, which has no type."""
+    if int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
+        return False
+    from torch.distributed import DistError  # not at the top, because torch is being imported when this is
+
+    return isinstance(error, DistError) or "gloo/transport" in str(error)
+
+
 def is_raised_by_package(error: BaseException) -> bool:
     """Return True if a `raise` statement of this package raised the error, not a function that failed."""
     file = _raising_file(error)
@@ -83,12 +105,14 @@ def _leave_to_torchrun(error: Exception, stage: str, is_expected: bool) -> None:
     folder = os.environ.get(_FOLDER)
     if folder is None:
         return
-    suffix = _FAILED
+    suffix = _LOST if _is_lost_connection(error) else _FAILED
     if isinstance(error, RankFailure):  # the rank that failed writes first, if it is on this machine
         suffix = _FOLLOWS
         time.sleep(_FOLLOWING_SECONDS)
     message = f"this run was refused {stage}:\n{error}"
-    if not is_expected or is_caused_by_bug(error):
+    if suffix == _LOST:
+        message = "".join(traceback.format_exception(error)).rstrip("\n")
+    elif not is_expected or is_caused_by_bug(error):
         text = "".join(traceback.format_exception(error)).rstrip("\n")
         message = f"this run failed {stage}, with an error that may be a bug:\n{text}"
     _write(Path(folder), message, suffix)
@@ -101,6 +125,12 @@ def _write(folder: Path, message: str, suffix: str) -> None:
         unfinished = folder / f"{os.getpid()}.part"
         unfinished.write_text(message, encoding="utf-8")
         unfinished.rename(folder / f"{int(os.environ.get('RANK', '0')):06}{suffix}")
+
+
+def lost_connection(folder: Path) -> str | None:
+    """Return the first traceback of a rank that lost a connection; None: there is none."""
+    files = sorted(folder.glob(f"*{_LOST}"))
+    return files[0].read_text(encoding="utf-8") if files else None
 
 
 def take_refusals(folder: Path) -> str | None:

@@ -27,6 +27,13 @@ class TimeLimits(Flags):
         "ends. 0: no limit. Default: 3600.",
         example="7200",
     )
+    node_timeout: Annotated[float, AtLeast(0, use=300, why="0 is no limit")] = flag(
+        300.0,
+        "Time in seconds after which a machine that does not answer is lost, with several machines under torchrun. The "
+        "run then ends on all others, with a line that names the machine and the checkpoint to continue from. A line "
+        "names the machine after 30 s. 0: no limit. Default: 300.",
+        example="120",
+    )
     stop_grace: Annotated[float, Above(0, use=120, why="a cluster waits that long between SIGTERM and SIGKILL")] = flag(
         120.0,
         "Time in seconds between SIGTERM or SIGINT and the end of all processes; set it to what a cluster waits before "

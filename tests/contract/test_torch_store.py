@@ -1,11 +1,18 @@
-"""Facts of torch's key-value stores that docs/security.md and weights/transport/rendezvous.py rely on."""
+"""Facts of torch's stores that docs/security.md, weights/transport/rendezvous.py and runtime/machines.py rely on."""
 
 from __future__ import annotations
 
+import pickle
 import subprocess
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 from torch.distributed import HashStore, TCPStore
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+    _RendezvousState,
+)
 
 
 def test_torchruns_store_listens_on_every_interface_without_a_key() -> None:
@@ -22,3 +29,17 @@ def test_a_store_in_memory_holds_bytes_and_lists_its_keys() -> None:
     store = HashStore()
     store.set("a", b"\x00\xff")  # type: ignore[arg-type]  # bytes are accepted
     assert store.list_keys() == ["a"] and store.get("a") == b"\x00\xff"
+
+
+def test_torchruns_keep_alives_compare_the_clocks_of_machines() -> None:
+    """A machine whose clock is an hour behind is taken for dead, although it lives."""
+    store = HashStore()
+    backend = C10dRendezvousBackend(store, "run")  # type: ignore[arg-type]  # any store
+    handler = DynamicRendezvousHandler.from_backend("run", store, backend, 2, 2, timeout=RendezvousTimeout())
+    (other,) = [DynamicRendezvousHandler.from_backend("run", store, backend, 2, 2)._this_node]
+    state = _RendezvousState()
+    state.complete, state.participants = True, {other: 0}
+    state.last_heartbeats = {other: datetime.now(UTC) - timedelta(hours=1)}  # it has just written this
+    backend.set_state(pickle.dumps(state))
+    handler._state_holder.sync()
+    assert other not in handler._state_holder.state.participants

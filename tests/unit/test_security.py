@@ -33,6 +33,7 @@ LISTENERS = {"create_server", "start_server", "bind", "HTTPServer", "TCPServer",
 LISTENS = {
     "weights/transport/rendezvous.py": {"create_server"},
     "generation/conversations/proxy.py": {"create_server"},  # 127.0.0.1 alone
+    "runtime/machines.py": {"TCPStore"},  # a client: it does not listen
     # look whether a port is free, and close it
     "cli/doctor/command.py": {"create_server"},
     "generation/server/arguments.py": {"create_server"},

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from swift_megatron_grpo.output.disk.folder_lock import FolderInUse, FolderLock
+from swift_megatron_grpo.output.disk import folder_lock
+from swift_megatron_grpo.output.disk.folder_lock import FolderInUse, FolderLock, FolderNotShared, check_shared
 from tests.paths import REPOSITORY
 
 HOLD = """
@@ -50,3 +51,14 @@ def test_a_released_folder_can_be_locked_again(tmp_path: Path) -> None:
     FolderLock(tmp_path, "--rollout_dump")
     FolderLock(tmp_path, "--rollout_dump")
     assert [path.name for path in tmp_path.iterdir()] == [".run.lock"]
+
+
+def test_a_machine_with_a_folder_of_its_own_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_lock, "_SEEN_SECONDS", 0.3)
+    of_rank_0, own, missing = tmp_path / "shared", tmp_path / "own", tmp_path / "missing"
+    lock = FolderLock(of_rank_0, "--output_dir")
+    check_shared(of_rank_0, lock.content)
+    FolderLock(own, "--output_dir")  # of an earlier run on that machine
+    for folder in (own, missing):
+        with pytest.raises(FolderNotShared, match=f"--output_dir {folder}: {socket.gethostname()} does not see"):
+            check_shared(folder, lock.content)
