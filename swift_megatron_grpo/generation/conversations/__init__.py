@@ -6,8 +6,9 @@ running.py     runs conversations with a scheduler, records their turns, ends th
 turns.py       joins the turns of a conversation into one token sequence
 agents.py      conversations of agents, which call the policy at an address as they would call OpenAI's
 agent_flag.py  the agent of --agent: a coroutine of a file, or a command
-programs.py    runs a program in a process group of its own, with limits
-first_program.py  prepares such a process, and becomes the program
+programs.py    runs a program in a process group of its own
+first_program.py  prepares such a process, also as a sandbox, and becomes the program
+sandbox.py     runs code that the policy writes, without network and with limits
 chat.py        OpenAI's chat completions: what an agent may ask, and the answer in JSON
 anthropic_chat.py  Anthropic's messages, as chat completions and back
 proxy.py       the address: an HTTP server of this machine alone, in a thread of its own

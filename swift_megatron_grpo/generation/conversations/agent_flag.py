@@ -92,8 +92,9 @@ def command_agent(command: str) -> Agent:
         for name in ("NO_PROXY", "no_proxy"):
             kept[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
         ended = await run_program(words, json.dumps(row), kept)
-        if ended.code:
-            raise RuntimeError(f"exit code {ended.code} of the command: {ended.errors.strip()[-_SHOWN:]}")
+        if ended.stopped or ended.code:
+            reason = ended.stopped or f"exit code {ended.code}"
+            raise RuntimeError(f"the command: {reason}: {ended.errors.strip()[-_SHOWN:]}")
         lines = ended.output.strip().splitlines()
         try:
             return float(lines[-1]) if lines else None

@@ -4,18 +4,24 @@ Input and output are files in memory: no program can block on a pipe, and none o
 """
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 MOST_BYTES = 2**20  # of each of a program's outputs
 _POLL_SECONDS = 0.05
 _FIRST = Path(__file__).with_name("first_program.py")
+
+
+class CannotStart(Exception):
+    """A program was not started, or not with its limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,37 +29,51 @@ class Ended:
     code: int  # below 0: the signal that ended it
     output: str
     errors: str
-
-
-class TooMuchOutput(Exception):
-    """A program wrote more than it may."""
+    stopped: str = ""  # why it was killed; empty: it ended by itself
 
 
 async def run_program(
-    words: Sequence[str], text: str, environment: Mapping[str, str], most_bytes: int = MOST_BYTES
+    words: Sequence[str],
+    text: str,
+    environment: Mapping[str, str],
+    *,
+    seconds: float | None = None,
+    most_bytes: int = MOST_BYTES,
+    isolation: Mapping[str, Any] | None = None,
 ) -> Ended:
     """Run a program to its end, with `text` as its input. It is killed if this coroutine is cancelled.
 
-    So are all processes of its group, also after it ended by itself.
+    So are all processes of its group, also after it ended by itself. `isolation` is what first_program.py reads.
     """
     with ExitStack() as files:
-        given, output, errors = (
-            files.enter_context(open(os.memfd_create(name), "w+b", buffering=0)) for name in ("in", "out", "err")
+        given, output, errors, failure = (
+            files.enter_context(open(os.memfd_create(name), "w+b", buffering=0)) for name in ("in", "out", "err", "bad")
         )
         given.write(text.encode())
         given.seek(0)
-        command = [sys.executable, "-I", "-S", str(_FIRST), str(os.getpid()), *words]
+        settings = json.dumps({"parent": os.getpid(), "failure": failure.fileno(), "isolation": isolation})
         process = subprocess.Popen(
-            command, stdin=given, stdout=output, stderr=errors, env=environment, start_new_session=True
-        )
+            [sys.executable, "-I", "-S", str(_FIRST), settings, *words],
+            stdin=given, stdout=output, stderr=errors, env=environment, start_new_session=True,
+            pass_fds=[failure.fileno()],
+        )  # fmt: skip
+        stopped = ""
         try:
-            # it stays a zombie, whose number is that of its group, until the group is killed
-            while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                await asyncio.sleep(_POLL_SECONDS)
-                if max(os.fstat(file.fileno()).st_size for file in (output, errors)) > most_bytes:
-                    raise TooMuchOutput(f"it wrote more than {most_bytes} bytes")
+            async with asyncio.timeout(seconds):
+                # it stays a zombie, whose number is that of its group, until the group is killed
+                while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                    await asyncio.sleep(_POLL_SECONDS)
+                    if max(os.fstat(file.fileno()).st_size for file in (output, errors)) > most_bytes:
+                        stopped = f"it wrote more than {most_bytes} bytes"
+                        break
+        except TimeoutError:
+            stopped = f"it did not end within {seconds:g} seconds"
         finally:
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has not made its group yet
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
             process.wait()
-        texts = (os.pread(file.fileno(), most_bytes, 0).decode(errors="replace") for file in (output, errors))
-        return Ended(process.returncode, *texts)
+        if reason := os.pread(failure.fileno(), MOST_BYTES, 0).decode():
+            raise CannotStart(reason)
+        written, said = (os.pread(file.fileno(), most_bytes, 0).decode(errors="replace") for file in (output, errors))
+        return Ended(process.returncode, written, said, stopped)

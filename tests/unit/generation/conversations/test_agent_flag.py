@@ -128,10 +128,13 @@ def test_a_command_that_prints_nothing_is_graded_by_others(tmp_path: Path) -> No
     ("ending", "error"),
     [
         ("print('good')", "ValueError: the command's last line is 'good', which is not a number"),
-        ("raise LookupError('no such tool')", "RuntimeError: exit code 1 of the command: .*LookupError: no such tool"),
-        ("os.kill(os.getpid(), 9)", "RuntimeError: exit code -9 of the command"),
-        ("sys.stdout.write('1' * 2**21)", "TooMuchOutput: it wrote more than 1048576 bytes"),
-        ("sys.stderr.write('1' * 2**21); sys.stderr.flush(); import time; time.sleep(60)", "TooMuchOutput"),
+        ("raise LookupError('no such tool')", "RuntimeError: the command: exit code 1: .*LookupError: no such tool"),
+        ("os.kill(os.getpid(), 9)", "RuntimeError: the command: exit code -9"),
+        ("sys.stdout.write('1' * 2**21)", "RuntimeError: the command: it wrote more than 1048576 bytes: "),
+        (
+            "sys.stderr.write('1' * 2**21); sys.stderr.flush(); import time; time.sleep(60)",
+            "RuntimeError: the command: it wrote",
+        ),
         ("sys.stdout.buffer.write(b'\\xff\\xfe')", "ValueError: the command's last line is"),
     ],
 )
@@ -142,7 +145,7 @@ def test_a_command_that_fails_has_an_error_in_its_completion(tmp_path: Path, end
 
 def test_a_program_that_cannot_start_costs_its_rollout(tmp_path: Path) -> None:
     _, [completion] = run(Engine, command_agent(str(tmp_path / "gone")))
-    assert "FileNotFoundError" in completion.infos[AGENT_ERROR]
+    assert "CannotStart: [Errno 2] No such file or directory" in completion.infos[AGENT_ERROR]
 
 
 def is_running(pid: int) -> bool:

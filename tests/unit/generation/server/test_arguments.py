@@ -64,7 +64,7 @@ def test_an_agent_that_cannot_run_is_refused() -> None:
 
 
 def test_an_agent_is_known_in_the_process_of_the_engine(model: Path, tmp_path: Path) -> None:
-    """That process is spawned, and gets the arguments."""
+    """The process is spawned, and gets the arguments alone."""
     (tmp_path / "agents.py").write_text("async def spawned(row, base_url, api_key): ...")
     arguments = server(model, port=free_port(), agent=f"{tmp_path}/agents.py:spawned")
     assert (arguments.multi_turn_scheduler, arguments.use_gym_env) == ("spawned", True)
