@@ -14,9 +14,10 @@ from tests.paths import REPOSITORY
 from tests.support.runs import ON_CPU
 
 TEMPLATES = REPOSITORY / "templates"
-# cpu_quickstart.sh runs as it is in tests/unit/scripts.
+# tests/unit runs cpu_quickstart.sh as it is, and verifiers.sh, which is agent.sh.
+OTHERS = ("cpu_quickstart.sh", "recipe.sh", "verifiers.sh")
 RECIPES = ("full", "lora", "boxed", "dynamic", "tool", "fp8", "servers")
-NAMES = sorted(path.name for path in TEMPLATES.glob("*.sh") if path.name not in ("cpu_quickstart.sh", "recipe.sh"))
+NAMES = sorted(path.name for path in TEMPLATES.glob("*.sh") if path.name not in OTHERS)
 NAMES += [f"recipe.sh {recipe}" for recipe in RECIPES]
 IMAGES = "AI-ModelScope/clevr_cogen_a_train"  # ms-swift lists it with images; made-up rows take its place
 PRINT_COMMAND = """#!/usr/bin/env bash

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,19 @@ def test_the_purpose_is_the_first_sentence_of_the_comment(tmp_path: Path) -> Non
     script = tmp_path / "some.sh"
     script.write_text("#!/usr/bin/env bash\n# Trains a model\n# on some data. And more.\nset -e\n# not this\n")
     assert templates.purpose(script) == "Trains a model on some data"
+
+
+def test_verifiers_sh_writes_the_tasks_and_is_agent_sh(tmp_path: Path) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("python", "megatron"):
+        (programs / name).write_text(f'#!/bin/sh\necho {name} "$VERIFIERS_ENVIRONMENT" "$VERIFIERS_ARGUMENTS" "$@"\n')
+        (programs / name).chmod(0o755)
+    environment = {"PATH": f"{programs}:/usr/bin:/bin", "ENVIRONMENT": "reverse-text", "OUTPUT": str(tmp_path / "out")}
+    command = [str(REPOSITORY / "templates" / "verifiers.sh"), "--max_turns", "3"]
+    run = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    wrote, trained = run.stdout.splitlines()
+    plugin = REPOSITORY / "templates" / "plugins" / "verifiers_agent.py"
+    assert wrote == f"python reverse-text {{}} {plugin} {tmp_path}/out"
+    assert f"--dataset {tmp_path}/out/train.jsonl " in trained and f"--output_dir {tmp_path}/out " in trained
+    assert trained.endswith(f"--agent {plugin}:verifiers_agent --max_turns 3")  # the last of a flag counts
