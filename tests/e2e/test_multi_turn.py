@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from tests.forking.client import free_port
 from tests.paths import REPOSITORY
@@ -118,6 +119,42 @@ def test_every_round_of_thinking_tips_is_trained_in_its_own_context(folder: Path
     assert [[step[name] for name in names] for step in again.log] == [
         [step[name] for name in names] for step in run.log
     ]
+
+
+def test_tools_and_thoughts_are_written_as_flags_and_rows_say(folder: Path, dense: Path) -> None:
+    """Conversations of ms-swift's scheduler for OpenEnv. Its environments block in threads, and are closed."""
+    tool = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}
+    rows = [{"messages": [{"role": "user", "content": "replaced"}], "tools": json.dumps([tool]),
+             "env_config": {"base_url": f"http://{i}", "reset_kwargs": {"number": i}},
+             "chat_template_kwargs": {"enable_thinking": True} if i % 2 else {}} for i in range(4)]  # fmt: skip
+    (folder / "tools.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dumped, closed = folder / "tools-rollouts", folder / "closed.txt"
+    flags = ["--torch_dtype", "float32", "--fp16", "false", "--multi_turn_scheduler", "openenv_scheduler",
+             "--use_gym_env", "true", "--agent_template", "mistral", "--enable_thinking", "false", "--max_turns", "5",
+             "--train_iters", "1", "--clip_grad", "100", "--save_steps", "100", "--vllm_max_model_len", "1024",
+             "--max_tokens_per_micro_batch", "1024", "--rollout_dump", str(dumped),
+             "--external_plugins", str(PLUGINS / "open_environment.py"), str(REWARDS),
+             "--reward_funcs", "turns_of_environment"]  # fmt: skip
+    environment = {"CLOSED": str(closed)}
+    run = megatron_rlhf(dense, folder / "tools.jsonl", folder / "tools", 2, flags, environment, rewards=False)
+    assert run.code == 0, run.output[-4000:]
+    [step] = run.log[:1]
+    assert step["rollout/k3_kl"] < 1e-9 and step["num_turns"] == 2 and step["rewards/turns_of_environment/mean"] == 2
+    dump = read_json_lines(dumped / "rollout-000000.jsonl")
+    tokenizer, begun = AutoTokenizer.from_pretrained(dense), []
+    for row in dump:
+        number = int(json.loads(row["conversation"][-4]["content"])["question"])
+        prompt = tokenizer.decode(row["prompt_ids"])
+        assert "[AVAILABLE_TOOLS]" in prompt and '"name": "add"' in prompt  # of --agent_template, not the model's own
+        assert prompt.endswith("</think>\n\n") == (number % 2 == 0)  # --enable_thinking, except for rows with their own
+        assert [message["role"] for message in row["conversation"][-4:]] == ["user", "assistant"] * 2
+        assert sum(row["infos"]["step_rewards"]) == row["infos"]["total_reward"] == row["rewards"][-1]
+        inserted = [t for t, sampled in zip(row["completion_ids"], row["sampled"], strict=True) if not sampled]
+        assert '{"turn": 1}' in tokenizer.decode(inserted)
+        begun.append(number)
+    assert {number % 2 for number in begun} == {0, 1} and len(begun) == 8
+    assert sorted(closed.read_text().split()) == [f"http://{number}" for number in sorted(begun)]
+    check_with_transformers(step, dense, dumped / "rollout-000000.jsonl")
 
 
 def test_a_scheduler_that_fails_ends_the_run_on_all_ranks_of_the_engine(
