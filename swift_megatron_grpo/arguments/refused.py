@@ -255,8 +255,8 @@ REFUSED_COMPOSITE: Mapping[str, str] = {
     **dict.fromkeys(("gemma4", "gemma4_unified"), _GEMMA4),
     "kimi_k25": "mcore-bridge 1.6.5 builds its image part from code in the checkpoint (trust_remote_code)",
     "llama4": "mcore-bridge 1.6.5 does not read its attention_chunk_size, and ms-swift 4.6 trains it with padding only",
-    "minicpmv4_6": "no test has compared it with plain transformers yet",
+    "minicpmv4_6": "its image part cuts and merges images as no other does, and no test has compared it yet",
     "muse_glimmer": "ms-swift 4.6 trains it with padding only",
-    "qwen3_asr": "it transcribes audio, and rows with audio are not trained",
+    "qwen3_asr": "it transcribes audio, and there is no tiny one to compare with plain transformers",
     "qwen4_exp": "beyond indexer_budget tokens its attention needs a GPU, where no test has compared it yet",
 }

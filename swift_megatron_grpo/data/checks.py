@@ -88,10 +88,13 @@ def check_rows(dataset: Any, takes_images: bool, takes_recordings: bool = False,
         if values[column]
     ]
     kinds = " and ".join(_MEDIA_COLUMNS[column] for column in refused)
+    why = ""
+    if takes_images and "videos" in refused:  # GLM-V and InternVL, for which ms-swift passes files on to vLLM
+        why = ": vLLM would choose frames that the trainer does not know"
     refuse_rows(
         dataset,
         problems,
-        f"have media, and {kinds} cannot be trained with this model",
+        f"have media, and {kinds} cannot be trained with this model{why}",
         "; remove these rows, or remove the column to train on their text alone",
     )
 

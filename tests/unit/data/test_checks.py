@@ -105,6 +105,8 @@ def test_rows_with_images_are_for_models_that_take_them(tmp_path: Path) -> None:
     check_rows(load(write(tmp_path / "a.jsonl", QUESTION | {"images": ["a.png"]})), takes_images=True)
     videos = load(write(tmp_path / "b.jsonl", QUESTION | {"videos": ["a.mp4"]}))
     check_rows(videos, takes_images=True, takes_videos=True)
+    with pytest.raises(ValueError, match="videos cannot be trained with this model: vLLM would choose frames that"):
+        check_rows(videos, takes_images=True)
 
 
 def test_rows_without_a_teacher_are_named(tmp_path: Path) -> None:
