@@ -180,7 +180,8 @@ class ModelFrames(ModelImage):
 
     step: float = 1.0  # between the positions in time of two pairs of frames
     time: float | None = None  # seconds, which are written in front of these frames; None: nothing is
-    ends: bool = True  # they are the last ones of their video
+    ends: bool = True  # nothing of their video follows
+    lead: int | None = None  # positions from the start of a video whose sound stands between its frames; None: no such
 
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
@@ -193,11 +194,26 @@ class ModelRecording:
     has_axes: ClassVar[bool] = False  # its tokens have positions like text
 
 
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
+class SoundPart:
+    """The part of a video's sound between two pairs of its frames."""
+
+    sound: ModelRecording
+    lead: int  # its first token, whose position is as far from the start of the video
+    num_tokens: int
+    ends: bool  # nothing of the video follows
+    has_axes: ClassVar[bool] = False
+
+    def rows(self, of_sound: torch.Tensor) -> torch.Tensor:
+        """Return its rows of those of the sound, [tokens, h]."""
+        return of_sound[self.lead : self.lead + self.num_tokens]
+
+
 @dataclass(frozen=True, slots=True)
 class PlacedImage:
     """An image or a recording in a sequence: its tokens are those from `start` on."""
 
-    image: ModelImage | ModelRecording
+    image: ModelImage | ModelRecording | SoundPart
     start: int
 
 

@@ -35,11 +35,11 @@ def omni_config(kind: str, text: dict[str, Any], vision: dict[str, Any], ids: Ma
     audio = {"num_mel_bins": _MEL_BINS, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64,
              "d_model": 64, "output_dim": hidden}  # fmt: skip
     common = {"vision_start_token_id": ids["vision_bos_token"], "vision_end_token_id": ids["vision_eos_token"],
-              "audio_start_token_id": ids["audio_bos_token"]}  # fmt: skip
+              "audio_start_token_id": ids["audio_bos_token"],
+              "audio_end_token_id": ids["audio_eos_token"]}  # fmt: skip
     thinker = {"text_config": text, "vision_config": vision, "audio_config": audio, **common}
     if kind == "qwen2_5_omni":
         common |= {f"{media}_token_index": ids[f"{media}_token"] for media in _MEDIA}
-        common["audio_end_token_id"] = ids["audio_eos_token"]
         dit = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16, "emb_dim": 8,
                "num_embeds": 65, "mel_dim": 8, "enc_emb_dim": 8, "enc_dim": 8, "enc_channels": [16, 16, 16, 16, 48],
                "enc_attention_channels": 8, "enc_res2net_scale": 2, "enc_se_channels": 8, "look_ahead_layers": [1],

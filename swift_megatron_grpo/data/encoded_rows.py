@@ -32,7 +32,7 @@ from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.data.recordings import UnreadableRecording, as_heard, recording_bytes, recordings_of
 from swift_megatron_grpo.data.teacher_prompts import COLUMN, teacher_prompt
 from swift_megatron_grpo.data.videos import UnreadableVideo, videos_of
-from swift_megatron_grpo.types import Prompt
+from swift_megatron_grpo.types import ModelFrames, Prompt
 
 _TAG = "<image>"
 _TAG_OF_A_VIDEO = "<video>"
@@ -126,17 +126,20 @@ def check_row(
         return ImagesOfRow(images, problem=f"has an image that cannot be resized: {error}")
     try:
         frames = reader.frames_of(row)
-        for each in frames[:1]:
-            each.encode()
+        if frames and isinstance(frames[0], ModelFrames):  # none begins with its sound
+            frames[0].encode()
     except UnreadableVideo as error:
         return ImagesOfRow(images, problem=f"has a video that {error}")
+    sounds = len(videos) if reader.plays_sound else 0
+    if sounds and recordings:
+        return ImagesOfRow(images, problem="has recordings and videos with sound; vLLM hears one of the two in a row")
     try:
         heard = [reader.recording(as_heard(recording_bytes(source))) for source in recordings]
     except UnreadableRecording as error:
         return ImagesOfRow(images, problem=f"has a recording that {error}")
     media: list[Medium] = [*read, *frames, *heard]
     tokens = sum(map(reader.length_of, media))
-    return ImagesOfRow(images, tokens, recordings=len(heard), videos=len(videos))
+    return ImagesOfRow(images, tokens, recordings=len(heard) + sounds, videos=len(videos))
 
 
 def check_images(

@@ -18,7 +18,7 @@ from swift.template import Template
 
 from swift_megatron_grpo.data.encoders import encoder_of
 from swift_megatron_grpo.data.image_formats import MERGE, Grid, MismatchedImages, image_format
-from swift_megatron_grpo.data.images import digest_of, image_bytes, image_size, images_of
+from swift_megatron_grpo.data.images import digest_of, files_of, image_bytes, image_size, images_of
 from swift_megatron_grpo.data.recordings import (
     UnreadableRecording,
     as_heard,
@@ -31,13 +31,15 @@ from swift_megatron_grpo.data.videos import (
     as_shown,
     frames_of,
     options_of,
+    plays_sound,
     video_bytes,
     video_format,
     videos_of,
 )
-from swift_megatron_grpo.types import ModelFrames, ModelImage, ModelRecording, PlacedImage
+from swift_megatron_grpo.types import ModelFrames, ModelImage, ModelRecording, PlacedImage, Prompt, SoundPart
 
-Medium = ModelImage | ModelFrames | ModelRecording
+Medium = ModelImage | ModelFrames | ModelRecording | SoundPart
+_HEARD, _WATCHED = (ModelRecording, SoundPart), (ModelFrames, SoundPart)
 M = TypeVar("M", bound=Medium)
 
 _RESIZING = ("min_pixels", "max_pixels", "resized_height", "resized_width")  # of a row's chat_template_kwargs
@@ -50,6 +52,7 @@ class ImageReader:
         self.format = image_format(template)
         self.videos = video_format(template)
         self.recordings = recording_format(template.processor)
+        self.plays_sound = plays_sound(template)  # of videos
         self._template = encoder_of(template)
         self._shared: WeakValueDictionary[tuple[Any, ...], Medium] = WeakValueDictionary()
 
@@ -59,8 +62,8 @@ class ImageReader:
         images = self.read(row, map(image_bytes, images_of(row)))
         return [*images, *self.frames_of(row), *map(self.recording, recordings)]
 
-    def frames_of(self, row: Mapping[str, Any]) -> list[ModelFrames]:
-        """Return the frames of the videos of a row."""
+    def frames_of(self, row: Mapping[str, Any]) -> list[ModelFrames | SoundPart]:
+        """Return the frames of the videos of a row, and the parts of their sound."""
         return [frames for source in videos_of(row) for frames in self.frames(video_bytes(source), options_of(row))]
 
     def recording(self, heard: bytes) -> ModelRecording:
@@ -102,25 +105,25 @@ class ImageReader:
         if self.videos is not None:
             kinds.append(("videos", self.videos.placeholder, _only(ModelFrames, images)))
         if self.recordings is not None:
-            kinds.append(("recordings", self.recordings.placeholder, _only(ModelRecording, images)))
+            heard = [medium for medium in images if isinstance(medium, _HEARD)]
+            kinds.append(("recordings", self.recordings.placeholder, heard))
         for name, placeholder, of_kind in kinds:
             runs = placeholder_runs(tokens, placeholder)
-            shown = of_kind[: len(runs)] if may_end_early else of_kind
-            found = [length for _, length in runs]
-            expected = [medium.num_tokens for medium in shown]
-            if found != expected:
+            found = _filled(runs, of_kind)
+            if found is None or not (len(found) == len(of_kind) or may_end_early):
                 raise MismatchedImages(
-                    f"prompt {prompt_id}: the engine has expanded its {name} to {found} tokens, and the trainer to "
-                    f"{expected}; use the same --model, --template and --max_pixels on both sides; a scheduler that "
-                    "adds images must return all of them as rollout_infos['images']"
+                    f"prompt {prompt_id}: the engine has expanded its {name} to {[length for _, length in runs]} "
+                    f"tokens, and the trainer to {[medium.num_tokens for medium in of_kind]}; use the same --model, "
+                    "--template and --max_pixels on both sides; a scheduler that adds images must return all of them "
+                    "as rollout_infos['images']"
                 )
-            placed += [PlacedImage(medium, start) for medium, (start, _) in zip(shown, runs, strict=True)]
+            placed += found
         return tuple(sorted(placed, key=lambda each: each.start))
 
     def expand(self, tokens: Sequence[int], images: Sequence[Medium]) -> list[int]:
         """Repeat the placeholders of media in a prompt that is not expanded yet, as engines do."""
         seen, heard = iter(_only(ModelImage, images)), iter(_only(ModelRecording, images))
-        frames = iter(_only(ModelFrames, images))
+        frames = iter([medium for medium in images if isinstance(medium, _WATCHED)])
         expanded: list[int] = []
         for token in tokens:
             if token == self.format.placeholder:
@@ -138,7 +141,7 @@ class ImageReader:
 
     def length_of(self, medium: Medium) -> int:
         """Return the number of tokens that replace a placeholder."""
-        if isinstance(medium, ModelFrames):
+        if isinstance(medium, _WATCHED):
             assert self.videos is not None
             return len(self.videos.tokens_of(medium))
         return self.format.length_of(medium) if isinstance(medium, ModelImage) else medium.num_tokens
@@ -164,16 +167,20 @@ class ImageReader:
         row = {"messages": [{"role": "user", "content": "<video>"}], "videos": [shown]}
         return _with_neighbours(self.encode_prompt(row), self.videos.placeholder)
 
-    def frames(self, content: bytes, options: Mapping[str, Any]) -> list[ModelFrames]:
-        """Return the frames of a video, from its file. They are decoded once a vision tower needs them."""
+    def frames(self, content: bytes, options: Mapping[str, Any]) -> list[ModelFrames | SoundPart]:
+        """Return the frames of a video, and the parts of its sound, from its file.
+
+        Frames are decoded once a vision tower needs them.
+        """
         if self.videos is None:
             raise UnreadableVideo("is for a model that takes no videos")
         digest = digest_of(content)
         shown = partial(as_shown, self._template, content, options)
-        frames = self.videos.read(frames_of(self._template, content, options), digest, shown)
+        chosen = frames_of(self._template, content, options)
+        frames = self.videos.read(chosen, digest, shown, self.recording(chosen.sound) if chosen.sound else None)
         key = (digest, *sorted(options.items()))
         shared = [self._shared.setdefault((*key, place), each) for place, each in enumerate(frames)]
-        return _only(ModelFrames, shared)
+        return [each for each in shared if isinstance(each, _WATCHED)]
 
     def _image(self, content: bytes, options: Mapping[str, Any]) -> ModelImage:
         key = (digest_of(content), *sorted(options.items()))
@@ -205,6 +212,26 @@ def _only(kind: type[M], media: Iterable[Medium]) -> list[M]:
     return [medium for medium in media if type(medium) is kind]
 
 
+def _filled(runs: Sequence[tuple[int, int]], media: Sequence[Medium]) -> list[PlacedImage] | None:
+    """Return the media that stand for these runs of placeholders, in order; None: their numbers of tokens differ.
+
+    A run is one medium. Frames of a video with sound may touch, and so may parts of its sound.
+    """
+    placed: list[PlacedImage] = []
+    for start, length in runs:
+        end = start + length
+        while start < end and len(placed) < len(media):
+            medium = media[len(placed)]
+            touches = isinstance(medium, SoundPart) or (isinstance(medium, ModelFrames) and medium.lead is not None)
+            if start + medium.num_tokens > end or not (touches or start + medium.num_tokens == end):
+                return None
+            placed.append(PlacedImage(medium, start))
+            start += medium.num_tokens
+        if start < end:
+            return None
+    return placed
+
+
 def _only_image(content: bytes) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "<image>"}], "images": [{"bytes": content, "path": None}]}
 
@@ -224,3 +251,10 @@ def placeholder_runs(tokens: Sequence[int], placeholder: int) -> list[tuple[int,
             runs.append((start, length))
         start += length
     return runs
+
+
+def media_digests(prompt: Prompt) -> list[str]:
+    """Return the digests of the files of a prompt's images, videos and recordings."""
+    images = [digest for digest, _ in files_of(prompt.row)]
+    videos = [digest_of(video_bytes(source)) for source in videos_of(prompt.row)]
+    return [*images, *videos, *(digest_of(recording_bytes(source)) for source in recordings_of(prompt.row))]

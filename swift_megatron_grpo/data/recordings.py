@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from swift_megatron_grpo.data.images import digest_of, element_bytes, files_of
-from swift_megatron_grpo.data.videos import video_bytes, videos_of
-from swift_megatron_grpo.types import ModelRecording, Prompt
+from swift_megatron_grpo.data.images import digest_of, element_bytes
+from swift_megatron_grpo.types import ModelRecording
 
 RATE = 16_000  # samples per second that a model hears
 FRAME = 160  # samples of a frame
@@ -121,13 +120,6 @@ def check_heard(content: bytes) -> None:
 def samples_of(heard: bytes) -> np.ndarray:
     """Return the samples [n] of such a file, from -1 to 1, as decoders return them."""
     return np.frombuffer(heard, dtype="<i2", offset=_HEADER).astype(np.float32) / 2**15
-
-
-def media_digests(prompt: Prompt) -> list[str]:
-    """Return the digests of the files of a prompt's images, videos and recordings."""
-    images = [digest for digest, _ in files_of(prompt.row)]
-    videos = [digest_of(video_bytes(source)) for source in videos_of(prompt.row)]
-    return [*images, *videos, *(digest_of(recording_bytes(source)) for source in recordings_of(prompt.row))]
 
 
 def heard_files_of(row: Mapping[str, Any]) -> list[tuple[str, bytes]]:

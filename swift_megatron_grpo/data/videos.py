@@ -3,6 +3,7 @@
 A row has paths, URLs, base64 or bytes of MP4, MOV, MKV, WebM and AVI files. The trainer alone decodes them, once their
 headers are within the limits, and ms-swift's template chooses and resizes frames. Engines are sent the result: a header
 with the times of the frames, which promises the length of the pixels behind it, so no decoder reads a stranger's file.
+A Qwen-Omni may also hear a video: its sound follows the pixels, as recordings are sent.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib import import_module
 from io import BytesIO
+from itertools import chain
 from struct import Struct
 from threading import Lock
 from types import ModuleType, SimpleNamespace
@@ -25,8 +28,10 @@ from swift.template import Template
 
 from swift_megatron_grpo.data.image_formats import MERGE, channels_of
 from swift_megatron_grpo.data.images import element_bytes
+from swift_megatron_grpo.data.recordings import FRAME, RATE, check_heard, samples_of, wav_of
+from swift_megatron_grpo.data.recordings import SECONDS as SECONDS_OF_SOUND
 from swift_megatron_grpo.runtime.replaced import replaced
-from swift_megatron_grpo.types import ModelFrames
+from swift_megatron_grpo.types import ModelFrames, ModelRecording, SoundPart
 
 SECONDS = 600
 BYTES = 2**28  # of a file
@@ -70,6 +75,7 @@ class Frames:
     rate: float  # of them per second
     height: int
     width: int
+    sound: bytes = b""  # as recordings are heard; empty: it is not
 
     @property
     def times(self) -> list[float]:
@@ -89,7 +95,7 @@ class Frames:
     def file_of(self, pixels: np.ndarray) -> bytes:
         """Return what engines are sent. `pixels`: [frames, colours, height, width] bytes."""
         header = _HEADER.pack(MAGIC, len(self.numbers), self.height, self.width, self.total, self.rate)
-        return header + np.array(self.numbers, _NUMBER).tobytes() + pixels.tobytes()
+        return header + np.array(self.numbers, _NUMBER).tobytes() + pixels.tobytes() + self.sound
 
     @staticmethod
     def of_file(content: bytes) -> Frames:
@@ -98,21 +104,25 @@ class Frames:
             raise ValueError("must be the frames of a video, as the trainer sends them")
         _, count, height, width, total, rate = _HEADER.unpack_from(content)
         numbers_end = _HEADER.size + count * _NUMBER.itemsize
-        if len(content) > SENT_BYTES or numbers_end + 3 * count * height * width != len(content):
+        pixels_end = numbers_end + 3 * count * height * width
+        if len(content) > SENT_BYTES or pixels_end > len(content):
             raise ValueError(f"must have the pixels that its header promises, in at most {SENT_BYTES} bytes")
+        if sound := content[pixels_end:]:
+            check_heard(sound)
         numbers = np.frombuffer(content[_HEADER.size : numbers_end], _NUMBER).tolist()
         in_order = numbers == sorted(numbers) and max(numbers, default=0) < total
         if not (FRAMES[0] <= count <= FRAMES[1] and count % _PAIR == 0 and min(height, width) > 0 and in_order):
             raise ValueError(f"must have an even number of {FRAMES[0]} to {FRAMES[1]} frames in the order of the video")
         if not (math.isfinite(rate) and rate > 0 and total / rate <= SECONDS):
             raise ValueError(f"must be of a video of at most {SECONDS} s")
-        return Frames(tuple(numbers), total, rate, height, width)
+        return Frames(tuple(numbers), total, rate, height, width, sound)
 
 
 def pixels_of(shown: bytes) -> torch.Tensor:
     """Return the pixels [frames, colours, height, width] of what engines are sent."""
     frames = Frames.of_file(shown)
-    pixels = np.frombuffer(shown, np.uint8, offset=len(shown) - frames.pixel_bytes)
+    begin = len(shown) - len(frames.sound) - frames.pixel_bytes
+    pixels = np.frombuffer(shown, np.uint8, count=frames.pixel_bytes, offset=begin)
     return torch.from_numpy(pixels.reshape(-1, 3, frames.height, frames.width).copy())
 
 
@@ -139,6 +149,12 @@ def _replace_tag(template: Template, media_type: str, index: int, inputs: Any) -
     [shown] = shown_videos(template, {**vars(inputs), "videos": [inputs.videos[index]]})
     inputs.videos[index] = for_engine(shown)
     inputs.mm_processor_kwargs |= {"do_resize": False, "do_sample_frames": False}
+    if sound := Frames.of_file(shown).sound:
+        if not hears(template):
+            raise UnreadableVideo("has sound, which this model does not hear")
+        inputs.audios.insert(inputs.audio_idx, (samples_of(sound), RATE))
+        inputs.audio_idx += 1
+        inputs.mm_processor_kwargs["use_audio_in_video"] = True
     return ["<|vision_start|><|video_pad|><|vision_end|>"]
 
 
@@ -153,7 +169,7 @@ def _as_shown(template: Template, content: bytes, options: tuple[tuple[str, Any]
         file = _read_header(content)
         numbers = _choose(template, file, dict(options))
         frames, pixels = _resize(template, file, numbers, dict(options), _decode(content, file, numbers))
-        return frames.file_of(pixels.numpy())
+        return replace(frames, sound=_sound_of(template, file, content)).file_of(pixels.numpy())
 
 
 def frames_of(template: Template, content: bytes, options: Mapping[str, Any]) -> Frames:
@@ -164,7 +180,8 @@ def frames_of(template: Template, content: bytes, options: Mapping[str, Any]) ->
         file = _read_header(content)
         numbers = _choose(template, file, options)
         blank = torch.empty(len(numbers), 3, file.height, file.width, dtype=torch.uint8, device="meta")
-        return _resize(template, file, numbers, options, blank)[0]
+        frames, _ = _resize(template, file, numbers, options, blank)
+        return replace(frames, sound=_sound_of(template, file, content))
 
 
 class _Header(NamedTuple):
@@ -236,6 +253,42 @@ def _decode(content: bytes, file: _Header, numbers: Sequence[int]) -> torch.Tens
     return torch.from_numpy(np.stack(chosen)).permute(0, 3, 1, 2)
 
 
+def hears(template: Template) -> bool:
+    return type(template.processor).__name__.startswith("Qwen3Omni")
+
+
+def plays_sound(template: Template) -> bool:
+    """Return True if ms-swift's environment variable USE_AUDIO_IN_VIDEO lets a Qwen3-Omni hear its videos."""
+    return hears(template) and bool(template.use_audio_in_video)
+
+
+def _sound_of(template: Template, file: _Header, content: bytes) -> bytes:
+    """Return the sound of a video as recordings are heard; empty if this run does not play it."""
+    return _decode_sound(content, file.demuxer) if plays_sound(template) else b""
+
+
+@lru_cache(maxsize=16)
+def _decode_sound(content: bytes, demuxer: str) -> bytes:
+    import av
+
+    least, most = (int(RATE * seconds) for seconds in SECONDS_OF_SOUND)
+    samples, number = [np.zeros(0, "<i2")], 0
+    with av.open(BytesIO(content), "r", format=demuxer) as opened:
+        if not opened.streams.audio:
+            raise UnreadableVideo("has no sound, and the environment variable USE_AUDIO_IN_VIDEO is set; unset it")
+        resampler = av.AudioResampler(format="s16", layout="mono", rate=RATE)
+        for frame in chain(opened.decode(audio=0), [None]):
+            for piece in resampler.resample(frame):
+                samples.append(piece.to_ndarray()[0])
+                number += len(samples[-1])
+            if number > most:
+                break
+    if not least <= number <= most:
+        limits = f"{SECONDS_OF_SOUND[0]} to {SECONDS_OF_SOUND[1]}"
+        raise UnreadableVideo(f"has {number / RATE:g} seconds of sound or more; {limits} can be trained")
+    return wav_of(np.concatenate(samples)[: number // FRAME * FRAME].astype("<i2"))
+
+
 def _resize(
     template: Template, file: _Header, numbers: list[int], options: Mapping[str, Any], pixels: torch.Tensor
 ) -> tuple[Frames, torch.Tensor]:
@@ -243,13 +296,14 @@ def _resize(
     about = {"fps": file.rate, "frames_indices": numbers, "total_num_frames": file.total, "video_backend": "pyav"}
     read = pixels, about, len(numbers) / file.total * file.rate
     inputs = SimpleNamespace(videos=["a video"], chat_template_kwargs=dict(options), mm_processor_kwargs={})
-    package = _package_of(template)
+    package, silent = _package_of(template), copy(template)
+    silent.use_audio_in_video = False  # here is no file whose sound it could read
     with (
         _ONE_AT_A_TIME,  # engines encode prompts in several threads
         replaced(package, "VIDEO_READER_BACKENDS", {"torchvision": lambda _: read}),
         replaced(package, "get_video_reader_backend", lambda: "torchvision"),
     ):
-        type(template).replace_tag(template, "video", 0, inputs)
+        type(template).replace_tag(silent, "video", 0, inputs)
     [seen] = inputs.videos
     resized = (seen[0] if isinstance(seen, tuple) else seen).to(torch.uint8)
     frames = Frames(tuple(numbers), file.total, file.rate, *resized.shape[2:])
@@ -264,11 +318,18 @@ def _resize(
 
 def _package_of(template: Template) -> ModuleType:
     """Return the module of Qwen's package with which a template chooses and resizes frames."""
-    hears = type(template.processor).__name__.startswith("Qwen3Omni")
-    return import_module("qwen_omni_utils.v2_5.vision_process" if hears else "qwen_vl_utils.vision_process")
+    return import_module("qwen_omni_utils.v2_5.vision_process" if hears(template) else "qwen_vl_utils.vision_process")
 
 
 # ---- what a model reads
+
+
+class SoundTokens(NamedTuple):
+    """The tokens around a video that is heard, and the one that stands for a part of its sound."""
+
+    start: int
+    end: int
+    placeholder: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,11 +344,22 @@ class VideoFormat:
     positions_per_second: float
     seconds_of_pair: float | None  # that the engine takes for the distance of pairs; None: what their times say
     writes_times: bool  # each pair of frames stands alone, behind a text with its time
+    sound: SoundTokens | None = None  # of a video that is heard as well; None: none is
 
-    def read(self, frames: Frames, digest: str, shown: Callable[[], bytes]) -> list[ModelFrames]:
-        """Return a video as one object, or as one for each pair of frames. `shown`: decodes what engines are sent."""
+    def read(
+        self, frames: Frames, digest: str, shown: Callable[[], bytes], sound: ModelRecording | None = None
+    ) -> list[ModelFrames | SoundPart]:
+        """Return a video as one object, or as one for each pair of frames. `shown`: decodes what engines are sent.
+
+        The `sound` stands between the pairs, a part behind each pair that it reaches.
+        """
         height, width = (side // self.processor.patch_size for side in (frames.height, frames.width))
         times = frames.times
+        if sound is not None:
+            assert self.seconds_of_pair is not None
+            step = self.seconds_of_pair * self.positions_per_second
+            leads = [int(step * pair) for pair in range(len(times))]
+            return self._with_sound(digest, (height, width), shown, leads, sound)
         if not self.writes_times:
             step = (self.seconds_of_pair or frames.seconds_of_pair) * self.positions_per_second
             return [self._make(digest, (len(times), height, width), shown, 0, step=step)]
@@ -296,6 +368,20 @@ class VideoFormat:
             self._make(digest, (1, height, width), shown, pair, time=time, ends=pair == last)
             for pair, time in enumerate(times)
         ]
+
+    def _with_sound(
+        self, digest: str, sides: tuple[int, int], shown: Callable[[], bytes], leads: list[int], sound: ModelRecording
+    ) -> list[ModelFrames | SoundPart]:
+        """Return pairs of frames and parts of the sound in the order of their positions. `leads`: those of pairs."""
+        parts: list[ModelFrames | SoundPart] = []
+        for pair, (lead, following) in enumerate(zip(leads, [*leads[1:], sound.num_tokens], strict=True)):
+            begin, end = min(lead, sound.num_tokens), min(following, sound.num_tokens)
+            is_last = pair == len(leads) - 1
+            ends = is_last and begin == end
+            parts.append(self._make(digest, (1, *sides), shown, pair, lead=lead, ends=ends))
+            if begin < end:
+                parts.append(SoundPart(sound, begin, end - begin, ends=is_last))
+        return parts
 
     def _make(
         self, digest: str, grid: tuple[int, int, int], shown: Callable[[], bytes], pair: int, **others: Any
@@ -313,8 +399,15 @@ class VideoFormat:
         patches: torch.Tensor = found["pixel_values_videos"]
         return patches
 
-    def tokens_of(self, frames: ModelFrames) -> list[int]:
-        """Return the tokens with which engines show these frames."""
+    def tokens_of(self, frames: ModelFrames | SoundPart) -> list[int]:
+        """Return the tokens with which engines show these frames, or play this part of the sound."""
+        if frames.lead is not None:
+            assert self.sound is not None
+            placeholder = self.sound.placeholder if isinstance(frames, SoundPart) else self.placeholder
+            before = [self.sound.start] if isinstance(frames, ModelFrames) and frames.lead == 0 else []
+            after = [self.sound.end] if frames.ends else []
+            return [*before, *[placeholder] * frames.num_tokens, *after]
+        assert isinstance(frames, ModelFrames)
         shown = [self.placeholder] * frames.num_tokens
         if frames.time is None:
             return shown
@@ -338,9 +431,11 @@ def video_format(template: Template) -> VideoFormat | None:
     elif kind.startswith("Qwen3Omni"):
         # vLLM 0.32 reads second_per_grid_ts, which this processor calls otherwise, and falls back to these seconds.
         per_second, seconds_of_pair = template.config.thinker_config.position_id_per_seconds, 2.0
-        if template.use_audio_in_video:
-            raise ValueError("the sound of videos is not trained; unset the environment variable USE_AUDIO_IN_VIDEO")
     start, end = processor.tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>"])
+    sound = None
+    if kind.startswith("Qwen3Omni"):
+        texts = [processor.audio_bos_token, processor.audio_eos_token, processor.audio_token]
+        sound = SoundTokens(*processor.tokenizer.convert_tokens_to_ids(texts))
     placeholder = video_placeholder(processor)
     writes_times = kind.startswith("Qwen3VL")
     return VideoFormat(
@@ -352,6 +447,7 @@ def video_format(template: Template) -> VideoFormat | None:
         per_second,
         seconds_of_pair,
         writes_times,
+        sound,
     )
 
 

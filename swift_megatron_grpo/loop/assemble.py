@@ -12,9 +12,8 @@ from typing import Any
 
 from swift_megatron_grpo.data.answers import Answer, AnswerSource
 from swift_megatron_grpo.data.evaluation_sets import rows_by_name
-from swift_megatron_grpo.data.image_reader import ImageReader
+from swift_megatron_grpo.data.image_reader import ImageReader, media_digests
 from swift_megatron_grpo.data.prompts import PromptSource
-from swift_megatron_grpo.data.recordings import media_digests
 from swift_megatron_grpo.data.teacher_prompts import TeacherPrompts
 from swift_megatron_grpo.generation.interface import GenerationEngine
 from swift_megatron_grpo.generation.local.conversations import MultiTurnVllm

@@ -39,7 +39,7 @@ from typing import Any
 
 import numpy as np
 
-from swift_megatron_grpo.data.recordings import media_digests
+from swift_megatron_grpo.data.image_reader import media_digests
 from swift_megatron_grpo.grading.results import add_advantages, outcome_metrics, subtract_kl
 from swift_megatron_grpo.loop.checks.experts import check_reported
 from swift_megatron_grpo.loop.checks.sequences import check_sequences

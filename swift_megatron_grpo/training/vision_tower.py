@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel
 
 from swift_megatron_grpo.packing.images import HEARD, SEEN, PackedImages
 from swift_megatron_grpo.runtime.replaced import replaced
-from swift_megatron_grpo.types import ModelImage, ModelRecording
+from swift_megatron_grpo.types import ModelImage, ModelRecording, SoundPart
 
 # Rows of images, [tokens, h], and what deepstack adds to each of the language model's first layers, [tokens, h] each.
 Rows = tuple[torch.Tensor, ...]
@@ -98,7 +98,7 @@ class VisionTowerGuard:
             return towers.get_inputs_embeds_language_model(inputs_embeds, input_ids=input_ids, **others)
         shown = () if packed_images is None else packed_images.shown
         images = [image for image in shown if isinstance(image, ModelImage)]
-        recordings = [recording for recording in shown if isinstance(recording, ModelRecording)]
+        recordings = [each for each in shown if isinstance(each, ModelRecording | SoundPart)]
         marks = input_ids
         if packed_images is not None:  # to upstream, only tokens of these are placeholders; sampled ones are words
             config = thinker_config(towers.hf_config)
@@ -116,7 +116,7 @@ class VisionTowerGuard:
                 replacements.enter_context(replaced(*seeing, lambda *pixels, **others: output))
                 given |= {"pixel_values": nothing, "image_grid_thw": nothing} if images else {}
             if recordings or (self._hears and not trains_hearing):
-                [heard] = self._rows_of(recordings, self._hear, self._trains_hearing) if recordings else (blank,)
+                heard = self._rows_of_recordings(recordings) if recordings else blank
                 replacements.enter_context(replaced(towers, "get_audio_features", lambda *features: heard))
                 given |= {"input_features": nothing} if recordings else {}
             return self._upstream(inputs_embeds, input_ids=marks, **given, **others)
@@ -135,6 +135,13 @@ class VisionTowerGuard:
             if not trained:
                 self._kept.update(computed.items())
         return tuple(torch.cat(parts) for parts in zip(*(known[medium] for medium in shown), strict=True))
+
+    def _rows_of_recordings(self, shown: Sequence[ModelRecording | SoundPart]) -> torch.Tensor:
+        """Return the rows [tokens, h] of recordings, and of parts of a video's sound, which is embedded as a whole."""
+        whole = [each.sound if isinstance(each, SoundPart) else each for each in shown]
+        [rows] = self._rows_of(whole, self._hear, self._trains_hearing)
+        of_each = zip(shown, rows.split([each.num_tokens for each in whole]), strict=True)
+        return torch.cat([each.rows(found) if isinstance(each, SoundPart) else found for each, found in of_each])
 
     def _hear(self, recordings: Sequence[ModelRecording]) -> list[Rows]:
         return [(self._rows_of_recording(recording),) for recording in recordings]

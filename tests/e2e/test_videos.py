@@ -18,6 +18,7 @@ from tests.e2e.test_images import COLOURS, EVERYTHING, SMALL
 from tests.e2e.test_server_attacks import respond
 from tests.support.runs import PLUGINS, Finished, grpo_flags, make_model, megatron_rlhf, read_json_lines
 from tests.support.servers import KEY, RolloutServer
+from tests.support.videos import add_sound
 from tests.unit.data.test_videos import HOSTILE, shown
 
 pytestmark = pytest.mark.e2e
@@ -66,6 +67,21 @@ def test_videos_are_seen_alike_and_a_lost_one_is_detected(
     assert f"tokens with {media} differ from the trainer's by" in run.output
     reports = json.loads((run.folder / "faults.0.json").read_text())
     assert reports["image_of_zeros, step 1"].startswith("EngineHasOtherWeights, generated 0 times")
+
+
+def test_the_sound_of_videos_is_heard_alike_and_a_lost_one_is_detected(folder: Path) -> None:
+    """Its parts stand between the frames of a video, and reach beyond the second ones in every other video."""
+    model = make_model(folder / "hearing", "qwen3_omni_moe")
+    dataset = make_dataset(folder / "heard-rows", [1, 0], [1, 2, 0])
+    for number, file in enumerate(sorted(dataset.parent.glob("*.mp4"))):
+        add_sound(file, (0.7, 4.5)[number % 2], number)
+    flags = [*FLAGS, *EVERYTHING, COLOURS[0], COLOURS[1], str(PLUGINS / "sync_faults.py")]
+    environment = {"FAULTS": "recording", "USE_AUDIO_IN_VIDEO": "true"}
+    run = megatron_rlhf(model, dataset, folder / "heard-run", 1, flags, environment, rewards=False)
+    check(run)
+    assert "tokens with an image and a video differ from the trainer's by" in run.output
+    reports = json.loads((run.folder / "faults.0.json").read_text())
+    assert reports["recording_of_zeros, step 1"].startswith("EngineHasOtherWeights, generated 0 times")
 
 
 def test_an_older_vllm_that_drops_marks_of_videos_is_verified_as_well(folder: Path) -> None:

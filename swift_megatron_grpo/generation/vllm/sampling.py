@@ -16,7 +16,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from swift_megatron_grpo.data.recordings import RATE, samples_of
-from swift_megatron_grpo.data.videos import for_engine, video_placeholder
+from swift_megatron_grpo.data.videos import Frames, for_engine, video_placeholder
 from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS, Completion
 from swift_megatron_grpo.generation.vllm.images import drops_marks_of_videos
 from swift_megatron_grpo.types import ScoredText
@@ -77,6 +77,9 @@ def scoring_input(text: ScoredText, processor: Any) -> dict[str, Any]:
     options = {"do_resize": False}
     if text.video is not None:
         media["video"] = [for_engine(text.video)]
+        if sound := Frames.of_file(text.video).sound:
+            media["audio"] = [(samples_of(sound), RATE)]
+            options["use_audio_in_video"] = True
         if drops_marks_of_videos(processor):
             start = text.tokens.index(video_placeholder(processor)) - 1
             end = start + 2  # the marks around the placeholder, which have to be there twice

@@ -40,10 +40,10 @@ def canary_recording() -> bytes:
     return wav_of(np.frombuffer(random.Random(0).randbytes(2 * 64 * FRAME), dtype="<i2"))
 
 
-def canary_video(width: int, height: int) -> bytes:
+def canary_video(width: int, height: int, sound: bytes) -> bytes:
     """Return two frames of noise, as engines are sent them."""
     noise = np.frombuffer(random.Random(1).randbytes(2 * 3 * width * height), np.uint8)
-    return Frames((0, 1), total=2, rate=2.0, height=height, width=width).file_of(noise)
+    return Frames((0, 1), total=2, rate=2.0, height=height, width=width, sound=sound).file_of(noise)
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,12 @@ def build_canary(
         text = text[:room]
         return Canary(ScoredText(text), text, (), passes, coordinator)
     image = canary_image(*image_reader.format.small_size) if "image" in media else None
-    video = canary_video(*image_reader.format.small_size) if "video" in media else None
     recording = canary_recording() if "audio" in media else None
+    video = None
+    if "video" in media:
+        sound = recording if image_reader.plays_sound else None
+        video = canary_video(*image_reader.format.small_size, sound or b"")
+        recording = None if sound else recording  # which vLLM does not hear next to a video with sound
     shown: list[int] = []  # as a request has it
     read: list[Medium] = []
     if image is not None:

@@ -47,7 +47,8 @@ def run(folder: str, samples: str, seed: int, dtype: torch.dtype) -> dict[str, A
         videos = rows[number // 2]["videos"]
         if hasattr(model, "thinker"):
             extractor = AutoFeatureExtractor.from_pretrained(folder)
-            played = [extracted(extractor, file) for file in rows[number // 2]["audios"]]
+            sounds = filter(None, map(sound_of, videos))
+            played = [extracted(extractor, file) for file in (*rows[number // 2]["audios"], *sounds)]
             raw = logits_of_thinker(model.thinker, processor, sample, files, played, of_videos, videos)
         else:
             raw = logits(model, processor, sample, files, of_videos, videos)
@@ -127,8 +128,13 @@ def with_visuals(tower, processor, sample, embeds, files, of_videos, videos):  #
 def pixels_of(video: bytes) -> torch.Tensor:
     """Return the frames [frames, colours, height, width] of a video as engines are sent it."""
     _, count, height, width, *_ = struct.unpack_from("<8sIIIId", video)
-    pixels = np.frombuffer(video, np.uint8)[-3 * count * height * width :]
+    pixels = np.frombuffer(video, np.uint8, 3 * count * height * width, offset=32 + 4 * count)
     return torch.from_numpy(pixels.reshape(count, 3, height, width).copy())
+
+
+def sound_of(video: bytes) -> bytes:
+    _, count, height, width, *_ = struct.unpack_from("<8sIIIId", video)
+    return video[32 + 4 * count + 3 * count * height * width :]
 
 
 def extracted(extractor, file):  # type: ignore[no-untyped-def]
@@ -163,6 +169,7 @@ def logits_of_thinker(model, processor, sample, files, played, of_videos, videos
     positions, _ = model.get_rope_index(
         named, image_grid_thw=grids, video_grid_thw=watched, attention_mask=every, audio_seqlens=lengths,
         second_per_grids=torch.full((len(videos),), 2.0),  # vLLM's, whatever the times of the frames
+        use_audio_in_video=any(map(sound_of, videos)),
     )  # fmt: skip
     output = model.model(inputs_embeds=embeds, position_ids=positions, use_cache=False, **deep)
     return model.lm_head(output.last_hidden_state)[0]

@@ -21,6 +21,7 @@ COLUMNS = ["tokens", "completion_mask", "advantage", "old_logprobs", "ref_logpro
 NUMBER_OF_IMAGES = (0, 1, 2, 1)  # of each prompt
 SECONDS = ((1.3,), (), (0.4, 2.15), (1.0,))  # of its recordings, for a model that hears
 FRAMES = ((), (4,), (), (2, 6))  # of its videos, for a model that takes some
+SOUNDS = ((), (5.0,), (), (0, 0))  # seconds of their sound, for a model that hears
 
 
 def noise(width: int, height: int, seed: int) -> bytes:
@@ -43,12 +44,12 @@ def recording(seconds: float, seed: int) -> bytes:
     return file.getvalue()
 
 
-def frames(count: int, width: int, height: int, seed: int) -> bytes:
-    """Return frames of noise, of a video of 3 frames per second, as engines are sent them."""
+def frames(count: int, width: int, height: int, seed: int, sound: float) -> bytes:
+    """Return frames of noise, of a video of 3 frames per second, as engines are sent them. `sound`: seconds."""
     header = struct.pack("<8sIIIId", b"FRAMES1\n", count, height, width, 3 * count, 3.0)
     numbers = np.arange(1, 3 * count, 3, dtype="<u4").tobytes()
     pixels = np.random.default_rng(seed).integers(0, 256, (count, 3, height, width), dtype=np.uint8)
-    return header + numbers + pixels.tobytes()
+    return header + numbers + pixels.tobytes() + (recording(sound, seed) if sound else b"")
 
 
 def image_rows(seed: int, side: int, hears: bool, watches: bool) -> list[dict[str, Any]]:
@@ -63,7 +64,10 @@ def image_rows(seed: int, side: int, hears: bool, watches: bool) -> list[dict[st
         text += "".join(f", <audio> {i}" for i in range(len(played)))
         shown = FRAMES[number] if watches else ()
         text += "".join(f", <video> {i}" for i in range(len(shown)))
-        videos = [frames(count, 2 * side, side, seed=100 * seed + 10 * number + i) for i, count in enumerate(shown)]
+        videos = [
+            frames(count, 2 * side, side, 100 * seed + 10 * number + i, sound if hears else 0)
+            for i, (count, sound) in enumerate(zip(shown, SOUNDS[number], strict=bool(shown)))
+        ]
         rows.append(
             {
                 "messages": [{"role": "user", "content": f"{text}: what is it?"}],
@@ -142,10 +146,10 @@ def run_layout(name: str, flags: list[str], batches: list[str], folder: str) -> 
 
 def _images_of(sample: Any) -> dict[str, Any]:
     """Return where images, frames of videos and recordings are, and their tokens."""
-    kinds = {"ModelImage": "", "ModelFrames": "watched_", "ModelRecording": "heard_"}
-    placed = {
-        name: [each for each in sample.images if type(each.image).__name__ == kind] for kind, name in kinds.items()
-    }
+    kinds = {"ModelImage": "", "ModelFrames": "watched_", "ModelRecording": "heard_", "SoundPart": "heard_"}
+    placed: dict[str, list[Any]] = {name: [] for name in kinds.values()}
+    for each in sample.images:
+        placed[kinds[type(each.image).__name__]].append(each)
     starts = {f"{name}starts": [each.start for each in of_kind] for name, of_kind in placed.items()}
     return starts | {f"{name}lengths": [each.image.num_tokens for each in of_kind] for name, of_kind in placed.items()}
 

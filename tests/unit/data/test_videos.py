@@ -21,8 +21,10 @@ from swift.template import Template, get_template
 from swift_megatron_grpo.cli.check_layouts.layouts import template_for_images
 from swift_megatron_grpo.cli.tiny_models import TINY, Shape, save_composite
 from swift_megatron_grpo.data import videos
+from swift_megatron_grpo.data.encoded_rows import check_row
 from swift_megatron_grpo.data.encoders import encoder_of
 from swift_megatron_grpo.data.image_reader import ImageReader
+from swift_megatron_grpo.data.recordings import wav_of
 from swift_megatron_grpo.data.videos import (
     Frames,
     UnreadableVideo,
@@ -32,6 +34,8 @@ from swift_megatron_grpo.data.videos import (
     shown_videos,
     video_bytes,
 )
+from swift_megatron_grpo.packing.images import positions_of
+from tests.support.videos import add_sound
 
 SMALL = {"min_pixels": 32 * 32, "max_pixels": 64 * 64}
 
@@ -70,6 +74,8 @@ HOSTILE = {
     "half a header": GOOD[:20],
     "a pixel less": GOOD[:-1],
     "a pixel more": GOOD + b"\0",
+    "half a sound": GOOD + wav_of(np.zeros(16_000, "<i2"))[:-2],
+    "a sound of 31 seconds": GOOD + wav_of(np.zeros(31 * 16_000, "<i2")),
     "a promise of terabytes": header(768, 2**31, 2**31, 768, 2.0) + bytes(1000),
     "a promise of more than 32 bits": header(2**32 - 1, 2**32 - 1, 2**32 - 1, 2**32 - 1, 2.0) + bytes(1000),
     "no frames": header(0, 32, 32, 8, 2.0),
@@ -89,7 +95,7 @@ HOSTILE = {
 @pytest.fixture(scope="module")
 def templates(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Template]:
     made = {}
-    for kind in ("qwen2_5_vl", "qwen3_vl", "glm4v"):
+    for kind in ("qwen2_5_vl", "qwen3_vl", "glm4v", "qwen3_omni_moe"):
         folder = tmp_path_factory.mktemp(kind)
         save_composite(folder, Shape(kind, TINY))
         made[kind] = get_template(
@@ -185,6 +191,80 @@ def test_each_pair_has_its_time_in_the_text(templates: Mapping[str, Template]) -
     placeholders = 2  # which a dry run and --max_length take off
     unexpanded = reader.encode_prompt(row(encoded(), encoded(frames=8)))
     assert len(tokens) == len(unexpanded) - placeholders + sum(map(reader.length_of, media))
+
+
+@pytest.fixture
+def hearing(templates: Mapping[str, Template], monkeypatch: pytest.MonkeyPatch) -> Template:
+    """Return the template of a Qwen3-Omni with USE_AUDIO_IN_VIDEO."""
+    monkeypatch.setattr(templates["qwen3_omni_moe"], "use_audio_in_video", True)
+    return templates["qwen3_omni_moe"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (0.5, [("video", 12), ("audio", 7), ("video", 12), ("video", 12)]),
+        (5.5, [("video", 12), ("audio", 50), ("video", 12), ("audio", 22), ("video", 12)]),
+        (10, [("video", 12), ("audio", 50), ("video", 12), ("audio", 50), ("video", 12), ("audio", 30)]),
+    ],
+)
+def test_the_sound_of_a_video_stands_between_its_frames(
+    hearing: Template, tmp_path: Path, seconds: float, expected: list[tuple[str, int]]
+) -> None:
+    """vLLM places pairs of frames 2 seconds apart, here as far as 50 tokens of sound."""
+    path, reader = tmp_path / "a.mp4", ImageReader(hearing)
+    path.write_bytes(encoded(codec="mpeg4", container="mp4"))
+    add_sound(path, seconds, seed=0)
+    media = reader.images(row(str(path)))
+    tokens = reader.expand(reader.encode_prompt(row(str(path))), media)
+    per_second = hearing.config.thinker_config.position_id_per_seconds
+    assert 2 * per_second == 50
+    pad = {kind: f"<|{kind}_pad|>" for kind in ("video", "audio")}
+    size = {"video": media[0].num_tokens / 12, "audio": 1}
+    between = "".join(pad[kind] * int(count * size[kind]) for kind, count in expected)
+    text = hearing.tokenizer.decode(tokens)
+    assert f"<|vision_start|><|audio_start|>{between}<|audio_end|><|vision_end|>?" in text
+    placed = reader.place("0-0", media, tokens)
+    assert [each.image for each in placed] == media
+    positions = positions_of(len(tokens), placed)
+    begun = placed[0].start
+    heard = [
+        place
+        for each in placed
+        if each.image.has_axes is False
+        for place in range(each.start, each.start + each.image.num_tokens)
+    ]
+    assert positions[:, heard].tolist() == [[begun + i for i in range(len(heard))]] * 3
+    watched = [int(positions[0, each.start]) - begun for each in placed if each.image.has_axes]
+    assert watched == [0, 50, 100]
+    behind = begun + max(101, len(heard))
+    assert (
+        positions[:, -1].tolist() == [behind + len(tokens) - 1 - (placed[-1].start + placed[-1].image.num_tokens)] * 3
+    )
+    [sent] = shown_videos(hearing, row(str(path)))
+    inputs = encoder_of(hearing).encode(row(base64.b64encode(sent).decode()))
+    [(samples, rate)] = inputs["audios"]
+    assert rate == 16_000 and wav_of((samples * 2**15).astype("<i2")) == Frames.of_file(sent).sound
+
+
+def test_videos_whose_sound_cannot_be_heard_are_refused(hearing: Template, tmp_path: Path) -> None:
+    path, reader = tmp_path / "a.mp4", ImageReader(hearing)
+    path.write_bytes(encoded(codec="mpeg4", container="mp4"))
+    assert "has no sound" in str(check_row(row(str(path)), reader, []).problem)
+    for seconds in (0.05, 31):
+        add_sound(path, seconds, seed=0)
+        assert "0.1 to 30 can be trained" in str(check_row(row(str(path)), reader, []).problem)
+    add_sound(path, 1, seed=0)
+    found = check_row(row(str(path)), reader, [])
+    assert (found.problem, found.videos, found.recordings) == (None, 1, 1)
+    audio = {"audios": [wav_of(np.zeros(16_000, "<i2"))]}
+    assert "recordings and videos with sound" in str(check_row(row(str(path)) | audio, reader, []).problem)
+
+
+def test_a_model_that_does_not_hear_is_shown_no_sound(templates: Mapping[str, Template]) -> None:
+    sent = base64.b64encode(GOOD + wav_of(np.zeros(16_000, "<i2"))).decode()
+    with pytest.raises(UnreadableVideo, match="which this model does not hear"):
+        encoder_of(templates["qwen2_5_vl"]).encode(row(sent))
 
 
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
