@@ -20,6 +20,7 @@ def main(folder: str, rollout: str, num_generations: int) -> None:
     spread = rewards.std(dim=1, keepdim=True) + 1e-4
     advantages = ((rewards - rewards.mean(dim=1, keepdim=True)) / spread).flatten().tolist()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.get_input_embeddings().padding_idx = None  # else the padding token, which a tool may write, has no gradient
     difference = 0.0
     for row, advantage in zip(rows, advantages, strict=True):
         of_sequences = []
