@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +84,21 @@ def test_an_agent_that_fails_costs_its_rollout_alone(folder: Path, dense: Path) 
         "good": None,
     }
     assert step["agents/failed"] == step["rewards/dropped"] == 8 and step["grad_norm"] > 0
+
+
+def test_a_command_that_is_killed_costs_its_rollout_alone(folder: Path, dense: Path) -> None:
+    ways = ["killed", "hangs", "nonsense", "good"]
+    dataset = rows(folder / "commands.jsonl", way=ways)
+    agent = f"timeout 15 {sys.executable} {PLUGINS / 'failing_command.py'}"
+    flags = ["--agent", agent, *ROOM, "--external_plugins", str(REWARDS), "--num_generations", "2",
+             "--global_batch_size", "8", "--bad_reward", "drop"]  # fmt: skip
+    run, dump = train(folder, dense, dataset, "commands", flags)
+    errors = {ways[int(row["messages"][0]["content"][:-1])]: row["infos"].get("agent_error") for row in dump}
+    assert errors == {
+        "killed": "RuntimeError: the command: exit code 137: ",
+        "hangs": "RuntimeError: the command: exit code 124: ",
+        "nonsense": "ValueError: the command's last line is 'good', which is not a number",
+        "good": None,
+    }
+    assert all(1 <= len(row["completion_ids"]) <= 8 for row in dump)
+    assert run.log[0]["agents/failed"] == run.log[0]["rewards/dropped"] == 6

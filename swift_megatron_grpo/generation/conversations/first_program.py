@@ -29,20 +29,22 @@ def main(settings: str, *words: str) -> NoReturn:
     given = json.loads(settings)
     os.set_inheritable(given["failure"], False)
     try:
-        if given["isolation"] is None:
-            _end_with_parent()
+        if given["isolation"] is not None:
+            _isolate(given["isolation"])
+        else:
+            signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))  # also what the program has started
+            _end_with_parent(signal.SIGTERM)
             if os.getppid() != given["parent"]:  # it has ended already
                 os._exit(1)
-        else:
-            _isolate(given["isolation"])
+            _continue_as_child()
         os.execvp(words[0], words)
     except OSError as error:
         os.write(given["failure"], f"{error} ({' '.join(words)[:200]})".encode())
         os._exit(1)
 
 
-def _end_with_parent() -> None:
-    _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+def _end_with_parent(by: int = signal.SIGKILL) -> None:
+    _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, by, 0, 0, 0)
 
 
 def _isolate(limits: dict[str, Any]) -> None:

@@ -9,14 +9,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 2**20  # of each of a program's outputs
-_POLL_SECONDS = 0.05
+_POLL_SECONDS = 0.5  # between two looks at the size of the outputs
 _FIRST = Path(__file__).with_name("first_program.py")
 
 
@@ -26,10 +26,25 @@ class CannotStart(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    code: int  # below 0: the signal that ended it
+    code: int  # 128 and the number of a signal that ended it; below 0: it was stopped
     output: str
     errors: str
     stopped: str = ""  # why it was killed; empty: it ended by itself
+
+
+@asynccontextmanager
+async def _ended(process: int) -> AsyncIterator[asyncio.Event]:
+    """Set an event when a process ends. It stays a zombie, whose number is that of its group, until it is waited for.
+
+    Hundreds of agents may wait in one process: a look at each would take the time of vLLM's thread.
+    """
+    loop, ended, file = asyncio.get_running_loop(), asyncio.Event(), os.pidfd_open(process)
+    loop.add_reader(file, ended.set)
+    try:
+        yield ended
+    finally:
+        loop.remove_reader(file)
+        os.close(file)
 
 
 async def run_program(
@@ -59,13 +74,12 @@ async def run_program(
         )  # fmt: skip
         stopped = ""
         try:
-            async with asyncio.timeout(seconds):
-                # it stays a zombie, whose number is that of its group, until the group is killed
-                while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                    await asyncio.sleep(_POLL_SECONDS)
+            async with asyncio.timeout(seconds), _ended(process.pid) as ended:
+                while not ended.is_set() and not stopped:
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(ended.wait(), _POLL_SECONDS)
                     if max(os.fstat(file.fileno()).st_size for file in (output, errors)) > most_bytes:
                         stopped = f"it wrote more than {most_bytes} bytes"
-                        break
         except TimeoutError:
             stopped = f"it did not end within {seconds:g} seconds"
         finally:

@@ -32,8 +32,7 @@ async def run_in_sandbox(
 ) -> Ended:
     """Run a program with `text` as its input. It sees folders with programs, Python's, and those of `visible`.
 
-    A program that a signal ends has 128 and its number as exit code. What `stopped` says ended it otherwise. Raises
-    CannotStart where a sandbox is impossible.
+    Raises CannotStart where a sandbox is impossible.
     """
     limits = limits or Limits()
     folders = sorted({*_PROGRAMS, sys.base_prefix, sys.prefix, *visible})

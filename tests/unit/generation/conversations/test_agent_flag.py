@@ -129,7 +129,7 @@ def test_a_command_that_prints_nothing_is_graded_by_others(tmp_path: Path) -> No
     [
         ("print('good')", "ValueError: the command's last line is 'good', which is not a number"),
         ("raise LookupError('no such tool')", "RuntimeError: the command: exit code 1: .*LookupError: no such tool"),
-        ("os.kill(os.getpid(), 9)", "RuntimeError: the command: exit code -9"),
+        ("os.kill(os.getpid(), 9)", "RuntimeError: the command: exit code 137"),
         ("sys.stdout.write('1' * 2**21)", "RuntimeError: the command: it wrote more than 1048576 bytes: "),
         (
             "sys.stderr.write('1' * 2**21); sys.stderr.flush(); import time; time.sleep(60)",
@@ -181,20 +181,20 @@ print(1)
 
 
 def test_a_command_ends_with_the_process_of_its_engine(tmp_path: Path) -> None:
-    """The engine's process is killed, which lets it clean up nothing."""
+    """The engine's process is killed, which lets it clean up nothing. So ends what the command has started."""
     code = f"""
 import asyncio, os
 from swift_megatron_grpo.generation.conversations.programs import run_program
-words = ["sh", "-c", "echo $$ > {tmp_path / "pid"}; exec sleep 600"]
+words = ["sh", "-c", "sleep 600 & echo $$ $! > {tmp_path / "pids"}; wait"]
 asyncio.run(run_program(words, "", dict(os.environ)))
 """
     engine = os.posix_spawn(sys.executable, [sys.executable, "-c", code], os.environ)
     deadline = time.monotonic() + 60
-    while not (tmp_path / "pid").is_file() or not (tmp_path / "pid").read_text():
+    while not (tmp_path / "pids").is_file() or not (tmp_path / "pids").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    pid = int((tmp_path / "pid").read_text())
-    assert is_running(pid)
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 2 and all(map(is_running, pids))
     os.kill(engine, 9)
     os.waitpid(engine, 0)
-    assert ends_soon(pid)
+    assert all(map(ends_soon, pids))
