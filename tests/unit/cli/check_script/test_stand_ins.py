@@ -118,6 +118,16 @@ def test_inputs_that_are_here_are_kept(tmp_path: Path) -> None:
     assert replaced["dataset"] == [f"{rows}#5"] and "external_plugins" not in replaced and notes == []
 
 
+def test_an_agent_is_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rehearsal runs in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("")
+    replaced, _ = replace_inputs({"agent": ["mine.py:act"], "dataset": ["a/b"]}, tmp_path, [])
+    assert replaced["agent"] == [f"{tmp_path}/mine.py:act"]
+    replaced, _ = replace_inputs({"agent": ["node mine.js"], "dataset": ["a/b"]}, tmp_path, [])
+    assert replaced["agent"] == ["node mine.js"]
+
+
 def test_the_architecture_is_found_by_name_or_by_config(tmp_path: Path) -> None:
     moe = architecture_of(read_flags(["--model", "Qwen/Qwen3-30B-A3B-Instruct-2507"]))
     assert (moe.hf_type, moe.class_name) == ("qwen3_moe", "Qwen3MoeForCausalLM")
