@@ -151,10 +151,18 @@ def attack(server: RolloutServer) -> None:
     ids=["qwen2_5_vl", "qwen3_omni_moe"],
 )
 def test_servers_see_the_same_although_one_is_killed(folder: Path, kind: str, parts: list[str]) -> None:
-    """Frames are sent as the trainer has sampled them: no path and no file of a dataset reaches a server."""
+    """Frames are sent as the trainer has sampled them: no path and no file of a dataset reaches a server.
+
+    A Qwen3-Omni also hears its videos. Servers find their sound behind the frames.
+    """
     model = make_model(folder / f"{kind}-served", kind)
     dataset = make_dataset(folder / f"{kind}-served-rows", [1, 0], [1, 2, 0])
     limits = ["--vllm_limit_mm_per_prompt", '{"image": 1, "video": 2}', "--max_length", "256"]
+    environment: dict[str, str] = {}
+    if kind == "qwen3_omni_moe":
+        limits[1], environment["USE_AUDIO_IN_VIDEO"] = '{"image": 1, "video": 2, "audio": 2}', "true"
+        for number, file in enumerate(dataset.parent.glob("*.mp4")):
+            add_sound(file, 0.7 + number % 3, number)
     servers = [RolloutServer(model, folder / f"{kind}-server{i}.txt", limits).start() for i in range(2)]
     killed: list[str] = []
     attack(servers[1].wait())
@@ -168,14 +176,15 @@ def test_servers_see_the_same_although_one_is_killed(folder: Path, kind: str, pa
         flags = [*FLAGS, *parts, "--vllm_mode", "server", "--vllm_server_base_url"]
         flags += [server.wait().url for server in servers]
         run = megatron_rlhf(
-            model, dataset, folder / f"{kind}-remote", 1, flags, {API_KEY_VARIABLE: KEY}, on_line=kill, rewards=False
-        )
+            model, dataset, folder / f"{kind}-remote", 1, flags, environment | {API_KEY_VARIABLE: KEY}, on_line=kill,
+            rewards=False,
+        )  # fmt: skip
     finally:
         for server in servers:
             server.stop()
     assert killed and "is lost: " in run.output
     check(run)
-    local = megatron_rlhf(model, dataset, folder / f"{kind}-local", 1, [*FLAGS, *parts], rewards=False)
+    local = megatron_rlhf(model, dataset, folder / f"{kind}-local", 1, [*FLAGS, *parts], environment, rewards=False)
     assert local.code == 0, local.output[-4000:]
     for values, expected in zip(run.log, local.log, strict=True):
         for name in ("loss", "grad_norm", "reward", "completions/mean_length"):
