@@ -16,7 +16,7 @@ learn_chain.sh              all runs of learn.py in one session on GPUs
 recipes.py                  recipes of templates/recipe.sh: accuracy, completions and GPU hours, for docs/recipes
 recipes_chain.sh            all runs of recipes.py in one session on GPUs
 gpu_tests.py                tests of tests/gpu, with a record of what ran where
-simulate_scaling.py         balance, messages and gradients of up to 512 ranks, for docs/scaling.md
+simulate_scaling.py         balance, messages and gradients of up to 4,096 ranks, for docs/scaling.md
 simulate_split.py           the share of GPUs for servers, against colocation, for docs/async.md
 simulate_tail.py            idle slots of a server at the end of rollouts, for docs/async.md
 random_routers.py           loads of experts whose routers have random weights

@@ -10,22 +10,29 @@ Qwen3-8B.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import pickle
 import random
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from benchmarks.harness.lengths import Lengths
 from benchmarks.harness.markdown import lines_of
+from swift_megatron_grpo.loop.bodies import Bodies
+from swift_megatron_grpo.loop.samples import samples_of
+from swift_megatron_grpo.packing.collate import count
 from swift_megatron_grpo.packing.flops import FlopsModel
-from swift_megatron_grpo.packing.plan import Alignment, plan_by_tokens
+from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_tokens
+from swift_megatron_grpo.types import Graded, Prompt, Rollout
 
-RANKS = (8, 64, 512)
+RANKS = (8, 64, 512, 4096)
 BUDGET, PROMPT = 16384, 256
 LENGTHS = "lognormal:700:0.9:4096"
-PER_RANK = 64  # completions
+PER_RANK, GROUP = 64, 8  # completions of a rank and of a prompt
 
 
 VOCABULARY = 151936
@@ -36,9 +43,11 @@ COST = FlopsModel.of_transformer(
 # Without norms. A layer has queries and their output projection, keys and values, and three matrices of its MLP; the
 # output layer is not the embedding.
 WEIGHTS = 36 * 4096 * (128 * (2 * 32 + 2 * 8) + 3 * 12288) + 2 * VOCABULARY * 4096
+MESSAGE_SECONDS = 30e-6  # of gloo; not measured
 SPEEDS = {  # of one rank
     "flops": 0.5 * 989e12,  # a train phase at the MFU of dense models on one H200 (docs/performance.md)
     "nvlink": 190e9,  # bytes a second of a reduce-scatter on four H200s: 1.7B fp32 gradients in 0.027 s
+    "gloo": 2.5e9,  # bytes a second over TCP, as a share of what a machine of 8 ranks has; not measured
     "network": 50e9,  # bytes a second: one 400 Gbit/s adapter per GPU; not measured
 }
 
@@ -47,9 +56,9 @@ def simulate(ranks: int) -> dict[str, Any]:
     """Return what one step costs each rank, with `PER_RANK` completions on each."""
     completions = Lengths(LENGTHS).draw(ranks * PER_RANK, random.Random(0))
     lengths = [PROMPT + tokens for tokens in completions]
-    began = time.perf_counter()
+    began = time.process_time()
     plan = plan_by_tokens(lengths, ranks, BUDGET, COST, Alignment(1, 1), completion_lengths=completions)
-    seconds = time.perf_counter() - began
+    seconds = time.process_time() - began
     work = [
         sum(COST.of_sequence(lengths[i], completions[i]) for i in samples) * 3 for samples in plan.samples_of_ranks()
     ]
@@ -65,28 +74,93 @@ def simulate(ranks: int) -> dict[str, Any]:
         "train_seconds": round(max(work) / SPEEDS["flops"], 2),
         "gradient_bytes": exchanged,
         "gradient_seconds": round(exchanged / link, 2),
-        **measure_rollouts(completions),
+        **measure_exchange(completions, plan),
     }
 
 
-def measure_rollouts(completions: list[int]) -> dict[str, Any]:
-    """Return the bytes of all completions, which every rank receives, and the seconds that unpacking them takes."""
-    from swift_megatron_grpo.types import Prompt, Rollout
+class OneOfMany:
+    """The messages of the first of many ranks, whose network takes no time: those that arrive are made before."""
 
-    rng = random.Random(1)
+    rank = 0
 
-    def rollout(tokens: int) -> Rollout:
-        prompt = Prompt("0" * 32, {"messages": [{"role": "user", "content": "x" * 4 * PROMPT}]})
-        ids = [rng.randrange(VOCABULARY) for _ in range(PROMPT + tokens)]
-        logprobs = [rng.random() for _ in range(tokens)]
-        return Rollout(prompt, ids[:PROMPT], ids[PROMPT:], logprobs, "x" * 4 * tokens, "stop", 0)
+    def __init__(self) -> None:
+        self.arriving: dict[int, bytes] = {}
+        self.sent: dict[int, int] = {}
 
-    part = completions[:512]
-    message = pickle.dumps([rollout(tokens) for tokens in part])
-    began = time.perf_counter()
-    pickle.loads(message)
-    seconds, factor = time.perf_counter() - began, sum(completions) / sum(part)
-    return {"rollout_bytes": len(message) * factor, "unpack_seconds": round(seconds * factor, 2)}
+    def max(self, value: int) -> int:
+        return value
+
+    def exchange(self, outgoing: Mapping[int, Any], senders: Sequence[int]) -> dict[int, Any]:
+        self.sent = {rank: len(pickle.dumps(value)) for rank, value in outgoing.items()}
+        return {rank: pickle.loads(self.arriving[rank]) for rank in senders}
+
+
+def rollout_of(index: int, tokens: int) -> Rollout:
+    rng = random.Random(index)
+    ids = [rng.randrange(VOCABULARY) for _ in range(PROMPT + tokens)]
+    logprobs = [rng.random() for _ in range(tokens)]
+    return Rollout(Prompt("0" * 32, {}), ids[:PROMPT], ids[PROMPT:], logprobs, "x" * 4 * tokens, "stop", 0)
+
+
+def measure_exchange(completions: list[int], plan: StepPlan) -> dict[str, Any]:
+    """Measure what the exchange of completions costs one rank, with the loop's code, and its messages.
+
+    Text, log-probs and prompts are in the messages. Where the network is counted, a message takes 30 us and the bytes
+    of a rank go at 2.5 GB/s, which is assumed.
+    """
+    ranks = len(completions) // PER_RANK
+    coordinator = OneOfMany()
+    bodies = Bodies(cast(Any, coordinator))
+    own = {index: rollout_of(index, completions[index]) for index in range(PER_RANK)}
+    everything = len(pickle.dumps(own)) * sum(completions) / sum(completions[:PER_RANK])
+    seconds: dict[str, float] = {}
+
+    @contextmanager
+    def timed(name: str) -> Iterator[None]:
+        began = time.process_time()
+        yield
+        seconds[name] = time.process_time() - began
+
+    message = pickle.dumps(bodies.outlines(own))
+    others = []
+    for rank in range(1, ranks):
+        empty = {
+            index: Rollout(Prompt("0" * 32, {}), [0] * PROMPT, [0] * completions[index], [], "", "stop", 0)
+            for index in range(rank * PER_RANK, (rank + 1) * PER_RANK)
+        }
+        others.append(pickle.dumps(Bodies(cast(Any, OneOfMany())).outlines(empty)))
+    gc.collect()
+    gc.freeze()
+    with timed("outlines"):
+        prompts = [Prompt("0" * 32, {})] * (len(completions) // GROUP)
+        found = bodies.read([pickle.loads(data) for data in (message, *others)], prompts, GROUP)
+    with timed("samples"):
+        graded = [Graded(found[index], [1.0], 1.0, 0.5) for index in range(len(completions))]
+        samples = samples_of(graded, GROUP, overlong_filter=False, image_reader=None)
+        count(samples)
+    needed: dict[int, list[Rollout]] = {}
+    for index in plan.samples_of_ranks()[0]:
+        if (sender := index // PER_RANK) != 0:
+            needed.setdefault(sender, []).append(rollout_of(index, completions[index]))
+    coordinator.arriving = {sender: pickle.dumps(moved) for sender, moved in needed.items()}
+    with timed("bodies"):
+        bodies.fetch(range(ranks), samples, plan)
+    gc.unfreeze()
+    received = sum(map(len, coordinator.arriving.values()))
+    peers = len(coordinator.arriving) + len(coordinator.sent)
+    outline_bytes = len(message) + sum(map(len, others))
+    return {
+        "everything_bytes": everything,
+        "outline_bytes": outline_bytes,
+        "body_bytes": received,
+        "peers": peers,
+        **{f"{name}_seconds": round(value, 3) for name, value in seconds.items()},
+        "network_seconds": round(
+            MESSAGE_SECONDS * (2 * ranks + 2 * peers)
+            + (outline_bytes + received + sum(coordinator.sent.values())) / SPEEDS["gloo"],
+            3,
+        ),
+    }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -99,8 +173,13 @@ def table(rows: list[dict[str, Any]]) -> str:
         "forward and backward": lambda r: f"{r['train_seconds']:.1f} s",
         "gradients and weights that a rank sends": lambda r: f"{r['gradient_bytes'] / 1e9:.0f} GB",
         "the same, not overlapped": lambda r: f"{r['gradient_seconds']:.2f} s",
-        "completions that a rank receives": lambda r: f"{r['rollout_bytes'] / 1e6:,.0f} MB",
-        "unpacking them": lambda r: f"{r['unpack_seconds']:.2f} s",
+        "all completions": lambda r: f"{r['everything_bytes'] / 1e6:,.0f} MB",
+        "outlines that a rank receives": lambda r: f"{r['outline_bytes'] / 1e6:,.2f} MB",
+        "completions that it receives": lambda r: f"{r['body_bytes'] / 1e6:,.2f} MB",
+        "reading the outlines": lambda r: f"{r['outlines_seconds']:.2f} s",
+        "samples of them": lambda r: f"{r['samples_seconds']:.2f} s",
+        "moving the completions": lambda r: f"{r['bodies_seconds']:.2f} s",
+        "messages, with an assumed network": lambda r: f"{r['network_seconds']:.2f} s",
     }
     heads = ["ranks", *(str(row["ranks"]) for row in rows)]
     return lines_of([heads, *([name, *map(show, rows)] for name, show in lines.items())])

@@ -71,6 +71,22 @@ class TokenSequence:
         return [True] * len(self.completion_ids) if self.sampled is None else self.sampled
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Body:
+    """The tokens of a completion of one sequence that only some ranks hold; these integers are known to all."""
+
+    prompt: int  # tokens
+    completion: int  # tokens
+    sampled: int  # tokens that the policy sampled
+    first: int  # place of the first of these in the completion
+    holders: set[int]  # ranks; the same on every rank
+    prompt_id: str = ""
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt + self.completion
+
+
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """One completion of one prompt, token by token as the engine produced it.
@@ -92,6 +108,7 @@ class Rollout:
     spans: list[Span] | None = None  # of the last sequence's sampled tokens, in order; None: weights_version
     routed_experts: ExpertRows | None = field(default=None, compare=False)  # of the last sequence's first tokens
     earlier: tuple[TokenSequence, ...] = ()  # the other sequences of this completion
+    body: Body | None = field(default=None, compare=False)  # the tokens are in loop/bodies.py; None: they are here
 
     @property
     def sequences(self) -> tuple[TokenSequence, ...]:
@@ -107,11 +124,15 @@ class Rollout:
     @property
     def length(self) -> int:
         """Number of tokens that the policy sampled."""
+        if self.body is not None:
+            return self.body.sampled
         return sum(sum(sequence.sampled_mask) for sequence in self.sequences)
 
     @property
     def spans_of_weights(self) -> list[Span]:
         """The spans of its sampled tokens, sequence by sequence, also where there is one alone."""
+        if self.body is not None:
+            return self.spans or [(self.weights_version, self.body.sampled)]
         of_sequences = (each.spans or [(self.weights_version, sum(each.sampled_mask))] for each in self.sequences)
         return list(chain.from_iterable(of_sequences))
 
@@ -251,8 +272,39 @@ class Sample:
     images: tuple[PlacedImage, ...] = ()  # in the order of their tokens
     # of the first tokens; below 0, and in all further rows: the router chooses. None: it chooses for all tokens
     routed_experts: ExpertRows | None = field(default=None, compare=False)
+    body: Body | None = None  # the tokens are elsewhere: neither they nor the mask nor the engine's log-probs are here
+    is_left_out: bool = False  # no token of the body is trained
+    context: int | None = None  # tokens before the first sampled one; None: before the first trained one
+    _counts: tuple[int, int] | None = field(default=None, init=False, compare=False)
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens) if self.body is None else self.body.tokens
+
+    @property
+    def trained(self) -> int:
+        """Number of trained tokens."""
+        return self._counted()[0]
+
+    @property
+    def leading(self) -> int:
+        """Number of untrained tokens at the beginning that may be shared; at least one token is left after them."""
+        return self._counted()[1]
+
+    def _counted(self) -> tuple[int, int]:
+        """Count once: a step asks several times, for the samples of all ranks."""
+        if self._counts is None:
+            if self.body is not None:
+                body = self.body
+                trained, first = 0 if self.is_left_out else body.sampled, body.prompt + body.first
+            else:
+                mask = self.completion_mask
+                trained, first = sum(mask), mask.index(True) if True in mask else len(mask)
+            self._counts = trained, min(first if self.context is None else self.context, self.length - 1)
+        return self._counts
 
     @property
     def advantages(self) -> list[float]:
         """The advantage of each trained token, [c]."""
-        return [self.advantage] * sum(self.completion_mask) if self.token_advantages is None else self.token_advantages
+        return [self.advantage] * self.trained if self.token_advantages is None else self.token_advantages

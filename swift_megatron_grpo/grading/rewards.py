@@ -131,6 +131,8 @@ def gym_reward(completions: list[str], rollout_infos: list[dict[str, Any]], **co
 
 def describe(rollout: Rollout) -> str:
     """Identify a completion in an error message."""
+    if rollout.body is not None:
+        return f"prompt {rollout.prompt.prompt_id}, a completion of {rollout.length} tokens"
     shown = rollout.text if len(rollout.text) <= 200 else rollout.text[:200] + " ..."
     return f"prompt {rollout.prompt.prompt_id}, completion {shown!r}"
 

@@ -8,6 +8,7 @@ run_ahead.py        which rollouts may start ahead of training, and how stale th
 spare_groups.py     how many groups are generated with a rollout in case its own have equal rewards (--spare_groups)
 weight_sync.py      sends weights to the engine and verifies that it runs them
 training_batches.py its second half: the batches of a rollout, with old and reference log-probs, also from a checkpoint
+bodies.py           the tokens of completions, on the rank that has them until another one grades or trains them
 samples.py          graded completions as training samples, with the images of their prompts and the trained tokens
 checks/             compare the engine with the trainer
 evaluation.py       evaluates the validation datasets: rewards, pass@k, maj@k

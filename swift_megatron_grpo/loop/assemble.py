@@ -21,6 +21,7 @@ from swift_megatron_grpo.generation.local.engine import LocalVllm, memory_to_sta
 from swift_megatron_grpo.generation.requests import infer_request
 from swift_megatron_grpo.generation.vllm.drafts import HISTORY_BYTES
 from swift_megatron_grpo.grading.rewards import RewardFunctions
+from swift_megatron_grpo.loop.bodies import Bodies
 from swift_megatron_grpo.loop.checks.canary import build_canary
 from swift_megatron_grpo.loop.checks.experts import RouterAgreement
 from swift_megatron_grpo.loop.checks.logprob_check import LogprobCheck
@@ -50,6 +51,7 @@ from swift_megatron_grpo.output.recording.unfinished import (
 from swift_megatron_grpo.runtime.deadlines.watchdog import Watchdog
 from swift_megatron_grpo.runtime.parallel import Coordinator
 from swift_megatron_grpo.runtime.stopping.request import StopRequest
+from swift_megatron_grpo.settings.algorithm import OPTIMAL_TOKEN
 from swift_megatron_grpo.settings.batches import SHARE_PROMPTS_FROM
 from swift_megatron_grpo.settings.config import GRPOConfig
 from swift_megatron_grpo.training.engine import EngineSettings, MegatronEngine
@@ -202,6 +204,7 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, fi
     drafts = generation.drafts if isinstance(generation, LocalVllm) else None
     if drafts is not None and recording.continues:
         drafts.remember(_recorded_texts(config, run.coordinator, first_new_rollout))
+    bodies = None if drafts is not None else _bodies(config, run, [training.passes, canary.passes], models.reference)
     return Stages(
         prompts=prompt_source(config, run, taken=run.rollouts_done * config.batch.rollout_prompts),
         answers=_answers(config, run),
@@ -218,20 +221,19 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, fi
         residency=residency,
         sync=sync,
         logprob_check=LogprobCheck(
-            training.passes, canary.passes, run.coordinator, config.sampling, config.adapter.rollout_quantization
+            training.passes,
+            canary.passes,
+            run.coordinator,
+            config.sampling,
+            config.adapter.rollout_quantization,
+            bodies,
         ),
         router_agreement=RouterAgreement(training.passes, run.coordinator, config.routing.router_agreement_samples)
         if config.routing.router_agreement_samples
         else None,
         coordinator=run.coordinator,
-        log=CompletionLog(
-            config.log,
-            run.rewards.names,
-            run.template.safe_decode,
-            run.write_completions,
-            _reports(run),
-            first_new_rollout,
-        ),
+        bodies=bodies,
+        log=_completion_log(config, run, first_new_rollout),
         dump=dump,
         earlier=earlier,
         replay=RolloutReplay(recording.replay, _limits(config, run), media_digests) if recording.replay else None,
@@ -243,6 +245,40 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, fi
             list if generation is None else generation.answered_requests,
         ),
         stop=run.stop,
+    )
+
+
+def _completion_log(config: GRPOConfig, run: RunInputs, first_new_rollout: int) -> CompletionLog:
+    names, decode = run.rewards.names, run.template.safe_decode
+    return CompletionLog(config.log, names, decode, run.write_completions, _reports(run), first_new_rollout)
+
+
+def _bodies(
+    config: GRPOConfig, run: RunInputs, passes: Sequence[Passes], reference: FrozenCopy | None
+) -> Bodies | None:
+    """Return what brings the tokens of completions to these passes, and of the reference; None: all are everywhere."""
+    if _reads_all_tokens(config, run):
+        return None
+    bodies = Bodies(run.coordinator)
+    for served in (*passes, *([] if reference is None else [reference.passes])):
+        bodies.serve(served)
+    return bodies
+
+
+def _reads_all_tokens(config: GRPOConfig, run: RunInputs) -> bool:
+    """Return True if some stage reads the tokens of all completions on every rank, so that they cannot stay on one."""
+    recording, routing = config.recording, config.routing
+    return (
+        run.coordinator.world_size == 1
+        or recording.dump is not None
+        or recording.replay is not None
+        or bool(run.media)
+        or config.teacher.exists
+        or bool(config.reference.sizes)
+        or routing.router_replay_mode != "disabled"
+        or bool(routing.router_agreement_samples)
+        or config.loss.correction.m2_threshold is not None
+        or config.grading.advantage_estimator == OPTIMAL_TOKEN
     )
 
 

@@ -9,8 +9,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from swift_megatron_grpo.generation.interface import Generation, Progress, Request, evaluation_requests, requests_for
+from swift_megatron_grpo.generation.interface import Generation, Request, evaluation_requests, requests_for
 from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS
+from swift_megatron_grpo.loop.bodies import Outlines
 from swift_megatron_grpo.loop.checks.experts import check_experts
 from swift_megatron_grpo.loop.run_ahead import RunAhead
 from swift_megatron_grpo.loop.spare_groups import SpareGroups
@@ -32,6 +33,7 @@ class StartedRollout:
     generation: Generation | None = None  # None: all are recorded
     missing: int = 0  # completions not received yet
     versions: set[int] = field(default_factory=set)  # of weights that may generate them
+    is_read_whole: bool = False  # every rank reads the tokens of all completions
     kept: dict[int, Rollout] = field(default_factory=dict)  # received before they were needed
 
     @property
@@ -97,7 +99,7 @@ class RolloutQueue:
         self._prepare_engine(step)
         sampling = evaluation.sampling
         assert sampling.seed is not None
-        evaluated = StartedRollout(prompts, evaluation.num_generations)
+        evaluated = StartedRollout(prompts, evaluation.num_generations, is_read_whole=True)
         self._generate(evaluated, evaluation_requests(prompts, evaluated.group_size, sampling.seed), sampling)
         return evaluated
 
@@ -216,17 +218,12 @@ class RolloutQueue:
     def _receive(self, started: StartedRollout, step: StepContext) -> dict[int, Rollout]:
         """Wait for progress of a generation, on all ranks; return the groups that have finished, if any."""
         with step.timer("generation"):
-            gathered = self._wait(started, step)
-        if any(progress.needs_weights for progress in gathered):
+            finished, needs_weights = self._wait(started, step)
+        if needs_weights:
             assert self._stages.sync is not None
             self._stages.sync.resend(step.version, step.timer)
             # newer weights generate the rest, if no server has those of its start any more
             self._set_version(step.version, [started])
-        finished = {
-            index: replace(completion, prompt=started.prompts[index // started.group_size])
-            for progress in gathered
-            for index, completion in progress.finished.items()
-        }
         used = {version for rollout in finished.values() for version, _ in rollout.spans_of_weights}
         unexpected = used - started.versions
         if unexpected:
@@ -238,22 +235,36 @@ class RolloutQueue:
         started.missing -= len(finished)
         return finished
 
-    def _wait(self, started: StartedRollout, step: StepContext) -> list[Progress]:
+    def _wait(self, started: StartedRollout, step: StepContext) -> tuple[dict[int, Rollout], bool]:
+        """Return what has finished on any rank, and whether an engine waits for weights."""
+        bodies = None if started.is_read_whole else self._stages.bodies
         engine = self._stages.generation
         generation = started.generation
         assert engine is not None and generation is not None
 
-        def wait() -> Progress:
+        def wait() -> tuple[Outlines | dict[int, Rollout], bool]:
             progress = generation.next(step.version)
             self.check_experts(progress.finished.values())
             finished = {index: _without_row(completion) for index, completion in progress.finished.items()}
-            return replace(progress, finished=finished)
+            return bodies.outlines(finished) if bodies is not None else finished, progress.needs_weights
 
         try:
-            return self._stages.coordinator.all_gather_or_raise(wait, "generating completions")
+            gathered = self._stages.coordinator.all_gather_or_raise(wait, "generating completions")
         except SharedFailure:
             engine.sleep()  # all ranks save a checkpoint next, which may need the memory
             raise
+        parts = [part for part, _ in gathered]
+        if bodies is not None:
+            outlines = [part for part in parts if isinstance(part, Outlines)]
+            finished = bodies.read(outlines, started.prompts, started.group_size)
+        else:
+            finished = {
+                index: replace(completion, prompt=started.prompts[index // started.group_size])
+                for part in parts
+                if isinstance(part, dict)
+                for index, completion in part.items()
+            }
+        return finished, any(needs_weights for _, needs_weights in gathered)
 
     def check_experts(self, rollouts: Iterable[Rollout]) -> None:
         """Raise WrongExperts for experts that no router of this model can have chosen."""

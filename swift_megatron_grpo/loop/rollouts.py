@@ -137,8 +137,16 @@ class Rollouts:
         coordinator = self._stages.coordinator
         rollouts = list(groups.values())
         whole = [rollouts[i : i + group_size] for i in range(0, len(rollouts), group_size)]
-        share = Share(coordinator.rank, coordinator.world_size, reports=True)
-        local = [rollout for group in share.pick(whole) for rollout in group]
+        ranks = range(coordinator.world_size)
+        shares = [Share(rank, coordinator.world_size, reports=True).pick(whole) for rank in ranks]
+        bodies = self._stages.bodies
+        if bodies is not None:
+            bodies.move((rollout.body, rank) for rank in ranks for group in shares[rank] for rollout in group)
+        local = [
+            rollout if bodies is None else bodies.whole(rollout)
+            for group in shares[coordinator.rank]
+            for rollout in group
+        ]
         drops = self._config.grading.bad_reward == "drop"
         with step.timer("grading"):
             gathered = coordinator.all_gather_or_raise(

@@ -57,6 +57,9 @@ def samples_of(
         valid = completion.reward is not None
         too_long = valid and overlong_filter and rollout.truncated
         trained = valid and not too_long
+        if rollout.body is not None:
+            samples.append(_without_tokens(completion, index, index // group_size, trained, too_long))
+            continue
         samples.append(
             Sample(
                 tokens=sequence.tokens,
@@ -69,11 +72,32 @@ def samples_of(
                 tag=None if tag_column is None else str(rollout.prompt.row[tag_column]),
                 rollout_logprobs=[] if sequence.logprobs is not None and not trained else sequence.logprobs,
                 left_out=sum(sampled) if too_long else 0,
+                context=len(sequence.prompt_ids) + (sampled.index(True) if True in sampled else len(sampled)),
                 images=place(rollout, sequence),
                 routed_experts=rollout.routed_experts if replays_engine else None,
             )
         )
     return samples
+
+
+def _without_tokens(completion: Graded, index: int, group: int, trained: bool, too_long: bool) -> Sample:
+    """Return the sample of a completion whose tokens loop/bodies.py has, on this rank or on another one."""
+    rollout = completion.rollout
+    body = rollout.body
+    assert body is not None
+    return Sample(
+        tokens=[],
+        completion_mask=[],
+        advantage=completion.advantage,
+        group=group,
+        completion=index,
+        truncated=rollout.truncated,
+        rollout_logprobs=rollout.logprobs,
+        left_out=body.sampled if too_long else 0,
+        body=body,
+        context=body.prompt + body.first,
+        is_left_out=not trained,
+    )
 
 
 def without_routing(samples: Sequence[Sample]) -> list[Sample]:
@@ -92,7 +116,7 @@ def _behind_teacher_prompt(sample: Sample) -> Sample:
         return sample
     longer = len(tokens) - len(sample.tokens)  # below 0: the teacher's prompt is the shorter one
     mask = [False] * longer + sample.completion_mask[max(-longer, 0) :]
-    return replace(sample, tokens=tokens, completion_mask=mask)
+    return replace(sample, tokens=tokens, completion_mask=mask, context=None)
 
 
 def entropy_threshold(entropies: Iterable[np.ndarray], quantile: float) -> float:

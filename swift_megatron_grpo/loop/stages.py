@@ -9,6 +9,7 @@ from swift_megatron_grpo.data.teacher_prompts import TeacherPrompts
 from swift_megatron_grpo.generation.interface import GenerationEngine
 from swift_megatron_grpo.generation.vllm.drafts import GroupDrafts
 from swift_megatron_grpo.grading.rewards import RewardFunctions
+from swift_megatron_grpo.loop.bodies import Bodies
 from swift_megatron_grpo.loop.checks.experts import RouterAgreement
 from swift_megatron_grpo.loop.checks.logprob_check import LogprobCheck
 from swift_megatron_grpo.loop.completion_log import CompletionLog
@@ -44,6 +45,7 @@ class Stages:
     logprob_check: LogprobCheck
     router_agreement: RouterAgreement | None  # None: nothing is compared
     coordinator: Coordinator
+    bodies: Bodies | None  # None: every rank has the tokens of all completions
     log: CompletionLog
     dump: RolloutDump | None
     earlier: EarlierRollouts | None  # None: there are none, or another rank reads them

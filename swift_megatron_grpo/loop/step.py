@@ -159,7 +159,11 @@ class GRPOLoop:
         """Add advantages, and log completions and rewards."""
         grading = self.config.grading
         result = add_advantages(graded, grading)
-        self.stages.log.append(result)
+        log, bodies = self.stages.log, self.stages.bodies
+        if bodies is not None and log.config.log_completions:
+            log.append(bodies.whole_on(self.stages.coordinator.world_size - 1, result))
+        else:
+            log.append(result)
         outcomes = [completion.outcome for completion in result]
         step.metrics.update(
             outcome_metrics(outcomes, self.stages.rewards.names, grading.num_generations, grading.scale_rewards)
@@ -168,7 +172,7 @@ class GRPOLoop:
 
     def _update(self, samples: list[Sample], step: StepContext) -> None:
         training = self.stages.training
-        if not any(any(sample.completion_mask) for sample in samples):
+        if not any(sample.trained for sample in samples):
             logger.warning(
                 "no completion of this step is trained, so its loss and gradient are 0: --overlong_filter (use a "
                 "larger --max_completion_length) or --bad_reward drop has excluded all of them"
@@ -218,7 +222,7 @@ class GRPOLoop:
         penalties = [0.0] * len(graded)
         for index, sample in enumerate(samples):
             penalties[sample.completion] += gathered[index]
-        tokens = sum(sum(sample.completion_mask) for sample in samples)
+        tokens = sum(sample.trained for sample in samples)
         per_token = sum(penalties) / max(tokens, 1)
         counted = sum(completion.reward is not None for completion in graded)  # a dropped one has a penalty of 0
         step.metrics.update(kl=sum(penalties) / max(counted, 1), kl_per_token=per_token)

@@ -75,15 +75,25 @@ class TrainingBatches:
         between_rollouts = weights_version % self.steps_per_rollout == 0
         if self._rollout is None or between_rollouts or self._config.routing.router_replay_mode == "R2":
             return None
-        samples = list(chain.from_iterable(self._batches))
+        samples = [self._with_old_logprobs(sample) for sample in chain.from_iterable(self._batches)]
+        bodies, graded = self._stages.bodies, self._rollout.graded
         has_teacher, sdar = self._stages.teacher is not None, self._config.loss.sdar.is_on
         return replace(
             self._rollout,
+            graded=graded if bodies is None else bodies.whole_on(0, graded),
             old_logprobs=self._gathered([sample.old_logprobs for sample in samples]),
             teacher_ratios=self._gathered([s.teacher_ratios for s in samples]) if has_teacher and not sdar else [],
             teacher_logprobs=self._gathered([s.teacher_logprobs for s in samples]) if sdar else [],
             token_advantages=[s.token_advantages for s in samples] if self._has_token_baselines else [],
         )
+
+    def _with_old_logprobs(self, sample: Sample) -> Sample:
+        """Return a sample with the engine's log-probs, if they are the old ones and this rank holds them."""
+        if self._stages.bodies is None or sample.body is None:
+            return sample
+        held = self._stages.bodies.with_tokens(sample)
+        is_here = held.old_logprobs is None or len(held.old_logprobs) == sample.trained
+        return held if is_here else replace(held, old_logprobs=None)
 
     @property
     def _has_token_baselines(self) -> bool:

@@ -35,7 +35,7 @@ class Normalisers:
 def count(samples: Sequence[Sample]) -> Normalisers:
     answers = [sample for sample in samples if sample.sft_weights is not None]
     samples = [sample for sample in samples if sample.sft_weights is None]
-    trained = [sum(sample.completion_mask) for sample in samples]
+    trained = [sample.trained for sample in samples]
     in_loss = [tokens + sample.left_out for tokens, sample in zip(trained, samples, strict=True)]
     tokens_of: Counter[int] = Counter()
     for tokens, sample in zip(trained, samples, strict=True):
@@ -47,7 +47,7 @@ def count(samples: Sequence[Sample]) -> Normalisers:
         loss_tokens=sum(in_loss),
         loss_groups=len({sample.group for t, sample in zip(in_loss, samples, strict=True) if t > 0}),
         tokens_of={number: tokens for number, tokens in tokens_of.items() if number >= 0},
-        sft_tokens=sum(sum(sample.completion_mask) for sample in answers),
+        sft_tokens=sum(sample.trained for sample in answers),
     )
 
 
@@ -136,7 +136,7 @@ def collate(
         # Copies from pinned memory do not block the host while the GPU still runs the previous micro batch.
         return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
-    counts = tuple(sum(sample.completion_mask) for sample in chosen)
+    counts = tuple(sample.trained for sample in chosen)
     number = {group: place for place, group in enumerate(dict.fromkeys(sample.group for sample in chosen))}
     keys = [segment.keys for segment in layout.segments]
     shared = SharedKeys(to_device(layout.key_places()), to_device(_starts(keys)), max(keys)) if layout.shares else None

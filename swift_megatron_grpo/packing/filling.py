@@ -42,7 +42,7 @@ def filled(samples: Sequence[Sample], multiple: int) -> Filled:
 
 def _sequence_for(samples: Sequence[Sample]) -> Sample:
     """Return a sequence that has the same kinds of values per token as the samples, each of no token."""
-    sequence = Sample(samples[0].tokens[:1] * 2, [False, False], advantage=0.0, group=-1)
+    sequence = Sample((samples[0].tokens[:1] or [0]) * 2, [False, False], advantage=0.0, group=-1)
     for name in _PER_TOKEN:
         if any(getattr(sample, name) is not None for sample in samples):
             setattr(sequence, name, [])

@@ -74,7 +74,7 @@ def lay_out(samples: Sequence[Sample], align: Alignment, share_prompts: bool) ->
         prefix = len(pieces) if group.shared else None
         if group.shared:
             pieces.append((group.samples.start, 0, group.shared, None))
-        pieces += [(number, group.shared, len(samples[number].tokens), prefix) for number in group.samples]
+        pieces += [(number, group.shared, samples[number].length, prefix) for number in group.samples]
     rooms = padded_lengths([end - begin for _, begin, end, _ in pieces], align)
     starts = list(accumulate(rooms, initial=0))
     return PackedLayout(
@@ -98,7 +98,7 @@ def groups_of(samples: Sequence[Sample], share_prompts: bool = True) -> list[Gro
     first = 0
     while first < len(samples):
         behind = first + 1
-        shared = _untrained(samples[first])
+        shared = samples[first].leading
         while behind < len(samples) and samples[behind].group == samples[first].group:
             common = shared_tokens(samples[first], samples[behind], shared)
             joined = behind - first
@@ -112,21 +112,20 @@ def groups_of(samples: Sequence[Sample], share_prompts: bool = True) -> list[Gro
 
 
 def shared_tokens(first: Sample, other: Sample, at_most: int) -> int:
-    """Return the number of tokens that both begin with, before the other's first trained one; images count whole."""
-    shared = _common(first.tokens, other.tokens, min(at_most, _untrained(other)))
+    """Return the number of tokens that both begin with, before the other's first trained one; images count whole.
+
+    Completions of which a rank has no tokens have their prompt in common, if it is the same row of the dataset.
+    """
+    at_most = min(at_most, other.leading)
+    if not first.tokens or not other.tokens:
+        one_prompt = first.body and other.body and first.body.prompt_id == other.body.prompt_id
+        return at_most if one_prompt else 0
+    shared = _common(first.tokens, other.tokens, at_most)
     while True:
         cut = min(_cut_at_images(first, other, shared), _cut_at_images(other, first, shared))
         if cut == shared:
             return shared
         shared = cut
-
-
-def _untrained(sample: Sample) -> int:
-    """Return the number of leading untrained tokens that may be shared; at least one token is left after them."""
-    try:
-        return sample.completion_mask.index(True)
-    except ValueError:
-        return len(sample.tokens) - 1
 
 
 def _common(tokens: Sequence[int], others: Sequence[int], at_most: int) -> int:

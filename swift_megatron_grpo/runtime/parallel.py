@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
@@ -80,6 +80,22 @@ class Coordinator:
             dist.broadcast(parts[rank], src=rank, group=self._group)
         return [pickle.loads(part.numpy().data[:length]) for part, length in zip(parts, lengths, strict=True)]
 
+    def exchange(self, outgoing: Mapping[int, T], senders: Sequence[int]) -> dict[int, T]:
+        """Send values to the ranks that they are for; return those of the given senders, by sender."""
+        sizes = {rank: torch.zeros(1, dtype=torch.int64) for rank in senders}
+        data = {
+            rank: torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+            for rank, value in outgoing.items()
+        }
+        announced = [dist.irecv(size, rank, self._group) for rank, size in sizes.items()]
+        sent = [dist.isend(torch.tensor([len(part)]), rank, self._group) for rank, part in data.items()]
+        _wait_for(announced)
+        received = {rank: torch.empty(int(size), dtype=torch.uint8) for rank, size in sizes.items()}
+        arriving = [dist.irecv(part, rank, self._group) for rank, part in received.items()]
+        sent += [dist.isend(part, rank, self._group) for rank, part in data.items()]
+        _wait_for(arriving + sent)
+        return {rank: pickle.loads(part.numpy().data) for rank, part in received.items()}
+
     def max(self, value: int) -> int:
         """Return the largest value of all ranks. Cheaper than `all_gather`: one reduction of one number."""
         largest = torch.tensor([value])
@@ -123,6 +139,12 @@ def large_parts(lengths: Sequence[int]) -> list[int]:
     padded = [len(lengths) * length for length in (*(lengths[rank] for rank in ranks), 0)]
     costs = [alone + rest for alone, rest in zip(one_by_one, padded, strict=True)]
     return sorted(ranks[: costs.index(min(costs))])
+
+
+def _wait_for(messages: Sequence[dist.Work | None]) -> None:
+    for message in messages:
+        assert message is not None  # None: this rank is not of the group
+        message.wait()
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

@@ -174,7 +174,7 @@ class MegatronEngine:
 
     def _warn_if_over_budget(self, samples: Sequence[Sample], plan: StepPlan) -> None:
         if plan.over_budget and self.parallel.rank == 0:
-            longest = max(len(samples[i].tokens) for i in plan.over_budget)
+            longest = max(samples[i].length for i in plan.over_budget)
             logger.warning(
                 f"step {self.steps_done + 1}: {len(plan.over_budget)} completions are in micro batches that exceed "
                 f"--max_tokens_per_micro_batch {self.passes.settings.max_tokens}; the longest has {longest} tokens "

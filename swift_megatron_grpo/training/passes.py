@@ -37,6 +37,8 @@ from swift_megatron_grpo.types import ExpertRows, Sample, TokenValues
 Output = Literal["logprob", "entropy"]
 # Reduces the output of a micro batch to (the scalar that backward starts from, the value that the caller keeps).
 Reduce = Callable[[MicroBatch, TokenOutput], tuple[torch.Tensor, Any]]
+# Returns the samples with the tokens of those that this rank runs.
+Fetch = Callable[[Sequence[Sample], StepPlan], Sequence[Sample]]
 logger = logging.getLogger(__name__)
 _PHASES = {True: "the train phase", False: "a log-prob pass"}
 _LOWERED = "%s ran out of GPU memory with %s %d; it is run again with %d, which is kept and gives the same numbers"
@@ -57,6 +59,7 @@ class Passes:
         self.reason_to_repeat_prompts = reason  # although the settings let completions share them; None: there is none
         self.settings = settings if reason is None else replace(settings, share_prompts_from=None)
         self._planner = Planner(self.config, self.parallel, self._align, self._group_size)
+        self.fetch: Fetch = _here  # replaced where ranks hold the tokens of their own completions only
         self._stage_shapes = StageShapes(self.config.hidden_size, len(self.models), self._group_size)
 
     @property
@@ -97,6 +100,7 @@ class Passes:
             raise ValueError(f"outputs must be ('logprob',) or ('logprob', 'entropy'), got {tuple(outputs)}")
         position = self.parallel
         assigned = plan.assignment[position.dp_rank]
+        samples = self.fetch(samples, plan)
         routing = routing_shape(samples)
         routers = PassRouters(unwrap_model(self.models), position, train, records) if routing or records else None
         of_completions = self.settings.temperature if temperature is None else temperature
@@ -167,7 +171,7 @@ class Passes:
 
     def _memory_advice(self, samples: Sequence[Sample], train: bool) -> str:
         settings = self.settings
-        longest = max(len(sample.tokens) for sample in samples)
+        longest = max(sample.length for sample in samples)
         if not train and settings.infer_max_tokens is not None:
             return smaller_micro_batches(
                 "--infer_max_tokens_per_micro_batch", settings.infer_max_tokens, 0, longest, train
@@ -226,7 +230,7 @@ class Passes:
         """Halve the token budget; return False if it cannot be lower. In training, all ranks do."""
         settings = self.settings
         budget = settings.max_tokens if train else settings.infer_max_tokens or settings.max_tokens
-        smaller = None if budget is None else halved(budget, max(len(sample.tokens) for sample in samples))
+        smaller = None if budget is None else halved(budget, max(sample.length for sample in samples))
         if smaller is None or not passes_are_independent(self.config, self.parallel):
             return False
         flag = "--max_tokens_per_micro_batch" if train else "--infer_max_tokens_per_micro_batch"
@@ -235,6 +239,10 @@ class Passes:
         changed = {"max_tokens" if train else "infer_max_tokens": smaller}
         self.settings = replace(settings, **changed)
         return True
+
+
+def _here(samples: Sequence[Sample], plan: StepPlan) -> Sequence[Sample]:
+    return samples
 
 
 def _expert_layers(config: ModelConfig) -> ExpertLayers | None:

@@ -101,8 +101,8 @@ class Planner:
         return plan_within(budget, work, groups, ranks, self._align, multiple, settings.share_prompts_from)
 
     def _work(self, samples: Sequence[Sample], settings: EngineSettings) -> SampleWork:
-        lengths = [len(sample.tokens) for sample in samples]
-        completions = [sum(s.completion_mask) for s in samples]
+        lengths = [sample.length for sample in samples]
+        completions = [sample.trained for sample in samples]
         return SampleWork(lengths, completions, self._image_work(samples, settings.vision_tower_share), self._flops)
 
     def _image_work(self, samples: Sequence[Sample], share: float) -> list[float] | None:

@@ -15,6 +15,7 @@ from operator import add
 
 import numpy as np
 
+from swift_megatron_grpo.loop.bodies import Bodies
 from swift_megatron_grpo.runtime.parallel import Coordinator
 from swift_megatron_grpo.settings.config import SamplingConfig
 from swift_megatron_grpo.training.passes import Passes
@@ -66,6 +67,7 @@ class LogprobCheck:
     coordinator: Coordinator
     sampling: SamplingConfig
     quantization: Quantization
+    bodies: Bodies | None = None  # None: every rank has the tokens of all completions
 
     def check(self, samples: Sequence[Sample], rounding: float) -> None:
         """Compare some samples. `rounding`: the mean absolute difference between log-probs of the same weights."""
@@ -76,6 +78,9 @@ class LogprobCheck:
         if warning is not None and self.coordinator.rank == 0:
             logger.warning(warning)
 
+    def _with_tokens(self, sample: Sample) -> Sample:
+        return sample if self.bodies is None else self.bodies.with_tokens(sample)
+
     def _measure_gap(self, passes: Passes, samples: Sequence[Sample]) -> LogprobGap:
         fewest = passes.fewest_samples
         some = samples[: min(len(samples), max(COMPLETIONS, fewest)) // fewest * fewest]
@@ -84,7 +89,7 @@ class LogprobCheck:
         gap = LogprobGap()
         if position.tp_rank == 0 and position.cp_rank == 0:  # one of the ranks that hold copies
             for index, trainer in values.items():
-                if engine := some[index].rollout_logprobs:
+                if engine := self._with_tokens(some[index]).rollout_logprobs:
                     gap += LogprobGap.of(engine, trainer.logprobs)
         return sum(self.coordinator.all_gather(gap), LogprobGap())
 
