@@ -6,7 +6,6 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +41,6 @@ url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
 with urllib.request.urlopen(urllib.request.Request(url, body, head)) as answer:
     text = json.load(answer)["choices"][0]["message"]["content"]
 """
-
-
-@pytest.fixture(autouse=True)
-def known_agents() -> Iterator[None]:
-    before = dict(multi_turns)
-    yield
-    multi_turns.clear()
-    multi_turns.update(before)
 
 
 @pytest.fixture

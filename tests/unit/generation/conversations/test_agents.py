@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from threading import Event
 from typing import Any
 
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
-from swift.rollout import multi_turns
 
 from swift_megatron_grpo.generation.conversations import agents
 from swift_megatron_grpo.generation.conversations.agents import register_agent
@@ -21,14 +19,6 @@ from tests.unit.generation.conversations.answering import ADD, USER, Engine, com
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}
 RELEASED = Event()  # lets the agent that hangs end after its test
-
-
-@pytest.fixture(autouse=True)
-def known_agents() -> Iterator[None]:
-    before = dict(multi_turns)
-    yield
-    multi_turns.clear()
-    multi_turns.update(before)
 
 
 def client_of(url: str, key: str) -> OpenAI:

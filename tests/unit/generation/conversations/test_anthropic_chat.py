@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import pytest
 from anthropic import Anthropic, AsyncAnthropic
 from swift.infer_engine.protocol import Function
-from swift.rollout import multi_turns
 
 from swift_megatron_grpo.generation.conversations.running import NoRoom
 from swift_megatron_grpo.types import AGENT_ERROR
@@ -18,14 +16,6 @@ from tests.unit.generation.conversations.answering import USER, Engine, run
 TOOL: Any = {"name": "add", "description": "adds", "input_schema": {"type": "object", "properties": {}}}
 AS_OPENAI = {"type": "function", "function": {"name": "add", "description": "adds",
              "parameters": {"type": "object", "properties": {}}}}  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def known_agents() -> Iterator[None]:
-    before = dict(multi_turns)
-    yield
-    multi_turns.clear()
-    multi_turns.update(before)
 
 
 def client_of(url: str, key: str) -> Anthropic:
