@@ -86,7 +86,8 @@ def training_flops(
     flops = 0.0
     for prompt, group in zip(prompts, completions, strict=True):
         bundles = [group] if shared else [[tokens] for tokens in group]
-        flops += sum(model.of_bundle(prompt, [prompt + tokens for tokens in one], sum(one)) for one in bundles)
+        for one in bundles:
+            flops += model.of_bundle([prompt + tokens for tokens in one], [prompt] * (len(one) - 1), sum(one))
     return passes * flops
 
 

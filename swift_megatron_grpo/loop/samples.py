@@ -21,7 +21,7 @@ def samples_of(
     teacher_prompts: TeacherPrompts | None = None,
     tag_column: str | None = None,
 ) -> list[Sample]:
-    """Return a sample for each sequence of the completions.
+    """Return a sample for each sequence of the completions; those of a completion are in the order of their tokens.
 
     `replays_engine`: its routers choose the experts that the engine chose. `tag_column`: its value picks the teacher of
     a row.
@@ -77,6 +77,8 @@ def samples_of(
                 routed_experts=rollout.routed_experts if replays_engine else None,
             )
         )
+    if any(rollout.earlier for rollout in rollouts):  # neighbours share what they begin with: packing/segments.py
+        samples.sort(key=lambda sample: (sample.completion, sample.tokens))
     return samples
 
 

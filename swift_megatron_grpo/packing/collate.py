@@ -1,8 +1,8 @@
 """Packs the samples of one micro batch into the tensors of one packed ("thd") forward pass.
 
 n: packed tokens, padding included; l = n / CP: tokens of this context-parallel rank; m: completion tokens of the micro
-batch; k: completion tokens whose log-prob this rank computes; s: sequences; g: segments, which are sequences, or shared
-prompts and their completions.
+batch; k: completion tokens whose log-prob this rank computes; s: sequences; g: segments, which are sequences, or what
+several of them share and what continues it.
 """
 
 from collections import Counter
@@ -59,7 +59,7 @@ def num_completions(samples: Sequence[Sample]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SharedKeys:
-    """The tokens that each segment attends to: a shared prompt and the segment, or the segment alone."""
+    """The tokens that each segment attends to: what it continues, and the segment itself."""
 
     places: torch.Tensor  # [cu_seqlens[-1]] int64, in the packed micro batch
     cu_seqlens: torch.Tensor  # [g + 1] int32
@@ -118,7 +118,7 @@ def collate(
     """Pack the samples at `indices` into the micro batch of this context-parallel rank.
 
     `routing`: layers and experts per token, if any sample of the step has a given routing. `share_prompts`: neighbours
-    in a group share their prompt, which requires a CP of 1.
+    in a group share what both begin with, which requires a CP of 1.
     """
     chosen = [samples[i] for i in indices]
     layout = lay_out(chosen, align, share_prompts)
@@ -192,23 +192,29 @@ def _completion_lengths(samples: Sequence[Sample], counts: Sequence[int], step: 
 def _pack(samples: Sequence[Sample], layout: PackedLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the tokens [n] of the packed micro batch, and the places [m] of trained tokens and of what predicts them.
 
-    The first token behind a shared prompt is predicted by the prompt's last one, every other token by the one before.
+    The first token behind a shared prefix is predicted by the prefix's last one. A shared token is trained once for
+    each sample, by the advantage of that sample.
     """
     # Padding follows its segment, so a causal mask hides it, and any token will do.
     tokens = np.zeros(layout.total, np.int64)  # numpy takes short lists in a third of torch's time
-    trained = np.zeros(layout.total, np.bool_)
-    before = np.arange(layout.total) - 1
     for segment in layout.segments:
         sample = samples[segment.sample]
         end = segment.start + segment.end - segment.begin
-        if sample.completion_mask and sample.completion_mask[0]:
-            raise ValueError("the first token of a sequence cannot be trained: a prompt needs at least one token")
         tokens[segment.start : end] = sample.tokens[segment.begin : segment.end]
-        trained[segment.start : end] = sample.completion_mask[segment.begin : segment.end]
-        if segment.prefix is not None:
-            before[segment.start] = segment.prefix + segment.begin - 1
-    [places] = trained.nonzero()
-    return torch.from_numpy(tokens), torch.from_numpy(places), torch.from_numpy(before[places])
+    targets, predicting = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for number, sample in enumerate(samples):
+        mask = sample.completion_mask
+        if True not in mask:
+            continue
+        first = mask.index(True)
+        if first == 0:
+            raise ValueError("the first token of a sequence cannot be trained: a prompt needs at least one token")
+        [trained] = np.asarray(mask[first:], np.bool_).nonzero()
+        places = layout.places(number)[first - 1 :].numpy()
+        targets.append(places[trained + 1])
+        predicting.append(places[trained])
+    of_targets, before = torch.from_numpy(np.concatenate(targets)), torch.from_numpy(np.concatenate(predicting))
+    return torch.from_numpy(tokens), of_targets, before
 
 
 def _positions(samples: Sequence[Sample], layout: PackedLayout) -> torch.Tensor:

@@ -81,11 +81,10 @@ class FlopsModel:
         linear = self.per_token + self.per_token_squared * tokens
         return linear * tokens + self.per_completion_token * completion_tokens
 
-    def of_bundle(self, shared: int, tokens: Sequence[int], completion_tokens: int) -> float:
-        """Return the FLOPs of sequences of `tokens` that share their first `shared` tokens."""
-        repeated = sum(self.of_sequence(length, 0) for length in tokens)
-        copies = len(tokens) - 1
-        return repeated - copies * self.of_sequence(shared, 0) + self.per_completion_token * completion_tokens
+    def of_bundle(self, tokens: Sequence[int], shared: Sequence[int], completion_tokens: int) -> float:
+        """Return the FLOPs of sequences of `tokens`, of which each but the first shares some with the one before it."""
+        own = sum(self.of_sequence(length, 0) for length in tokens) - sum(self.of_sequence(c, 0) for c in shared)
+        return own + self.per_completion_token * completion_tokens
 
 
 @dataclass(frozen=True, slots=True)

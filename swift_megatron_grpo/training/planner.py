@@ -11,7 +11,7 @@ from swift_megatron_grpo.packing.bundles import SampleWork, plan_within, shared_
 from swift_megatron_grpo.packing.flops import DeltaNets, FlopsModel, VisionTowerFlops
 from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count, refill, regroup
 from swift_megatron_grpo.packing.routing import layers_with_experts
-from swift_megatron_grpo.packing.segments import groups_of
+from swift_megatron_grpo.packing.segments import shared_with_previous
 from swift_megatron_grpo.runtime.parallel import RankPosition
 from swift_megatron_grpo.training.vision_tower import thinker_config
 from swift_megatron_grpo.types import ModelImage, Sample
@@ -62,7 +62,7 @@ class Planner:
         share_from = settings.share_prompts_from
         if share_from is None:
             return plan
-        return shared_if_worth_it(plan, self._work(samples, settings), groups_of(samples), share_from)
+        return shared_if_worth_it(plan, self._work(samples, settings), share_from)
 
     def plan_inference(self, samples: Sequence[Sample], settings: EngineSettings) -> StepPlan:
         """Plan forward-only micro batches. Samples stay on the ranks that train them, which need the results."""
@@ -82,8 +82,8 @@ class Planner:
 
     def flops(self, samples: Sequence[Sample], plan: StepPlan, settings: EngineSettings) -> float:
         """Return the FLOPs of one forward pass over the samples of a step; prompts that a plan shares count once."""
-        work = self._work(samples, settings)
-        return sum(work.flops(group.samples, group.shared) for group in groups_of(samples, plan.share_prompts))
+        work = self._work(samples, settings if plan.share_prompts else replace(settings, share_prompts_from=None))
+        return sum(map(work.flops, work.groups()))
 
     def _plan_within(
         self,
@@ -97,13 +97,14 @@ class Planner:
         work = self._work(samples, settings)
         if not train:
             work = replace(work, completions=work.lengths, images=None)
-        groups = [] if settings.share_prompts_from is None else groups_of(samples)
-        return plan_within(budget, work, groups, ranks, self._align, multiple, settings.share_prompts_from)
+        return plan_within(budget, work, ranks, self._align, multiple, settings.share_prompts_from)
 
     def _work(self, samples: Sequence[Sample], settings: EngineSettings) -> SampleWork:
         lengths = [sample.length for sample in samples]
         completions = [sample.trained for sample in samples]
-        return SampleWork(lengths, completions, self._image_work(samples, settings.vision_tower_share), self._flops)
+        images = self._image_work(samples, settings.vision_tower_share)
+        shared = [0] * len(samples) if settings.share_prompts_from is None else shared_with_previous(samples)
+        return SampleWork(lengths, completions, images, self._flops, shared)
 
     def _image_work(self, samples: Sequence[Sample], share: float) -> list[float] | None:
         """Return the FLOPs of the images of each sample, as if it did not share them with others of its micro batch."""

@@ -17,9 +17,9 @@ from tests.paths import PROGRAMS
 
 pytestmark = pytest.mark.dist
 LAYOUTS = {
-    ("dense", "full"): ["tokens96+shared", "tp2+sp+mbs4", "pp2+vpp2+mbs1", "dp2+mbs1", "dp2+tokens96+shared",
-                        "cp2+mbs4"],
-    ("dense", "lora"): ["mbs4+shared", "tp2+sp+tokens96+shared"],
+    ("dense", "full"): ["tokens400+shared", "tp2+sp+mbs4+shared", "pp2+mbs4+shared", "pp2+vpp2+mbs1", "dp2+mbs1",
+                        "dp2+tokens400+shared", "cp2+mbs4"],
+    ("dense", "lora"): ["mbs4+shared", "tp2+sp+tokens400+shared"],
     ("moe", "full"): ["dp2+ep2+mbs4"],
 }  # fmt: skip
 CASES = [(kind, tuner, layout) for (kind, tuner), layouts in LAYOUTS.items() for layout in layouts]
@@ -55,6 +55,15 @@ def test_sequences_of_a_conversation_train_like_the_whole_of_it(
     ranks = Variant.parse(layout).ranks
     counts = [json.loads((folder / f"{layout}.counts.{rank}").read_text()) for rank in range(ranks)]
     assert {int(index) for of_rank in counts for index in of_rank} == set(range(other["sequences"]))
+
+
+@pytest.mark.parametrize(("kind", "tuner", "layout"), [case for case in CASES if "shared" in case[2]])
+def test_what_sequences_have_in_common_is_trained_once(
+    runs: dict[tuple[str, str], Path], kind: str, tuner: str, layout: str
+) -> None:
+    run = json.loads((runs[kind, tuner] / f"{layout}.json").read_text())
+    share = 1 / Variant.parse(layout).sizes.get("dp", 1)
+    assert run["packed"] < (0.8 if "mbs4" in layout else 0.65) * share * run["tokens"]
 
 
 def test_gradients_of_sequences_match_plain_transformers_in_fp64(ranks: Ranks, tmp_path: Path) -> None:

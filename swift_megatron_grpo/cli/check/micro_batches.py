@@ -7,7 +7,7 @@ from itertools import chain
 
 from swift_megatron_grpo.cli.check.model import Model
 from swift_megatron_grpo.cli.estimate.activations import ImageTokens, Tokens
-from swift_megatron_grpo.packing.bundles import Group, SampleWork, gain_of, plan_within, shared_if_worth_it
+from swift_megatron_grpo.packing.bundles import SampleWork, gain_of, plan_within, shared_if_worth_it
 from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count, room_of
 from swift_megatron_grpo.settings.batches import BatchSizes, MicroBatches
 from swift_megatron_grpo.settings.layout import Layout
@@ -19,20 +19,22 @@ def micro_batches(
     batch: BatchSizes, packing: MicroBatches, model: Model, samples: Sequence[Sample]
 ) -> tuple[StepPlan, Tokens]:
     """Plan a step as training/planner.py does, on numbers alone. Returns the plan and its largest micro batch."""
-    layout, work, share_from = batch.layout, _work(model, samples), packing.share_prompts_from
+    layout = batch.layout
     # Whether completions can share a prompt: training/layers/shared_prompts.py decides it in a run.
     can_share = layout.context_parallel_size == 1 and not model.repeats_prompts
-    groups = _groups(batch, samples) if can_share else []
+    share_from = packing.share_prompts_from if can_share else None
+    work = _work(batch, model, samples)
     budget, multiple = packing.max_tokens_per_micro_batch, 1
     if budget is None:
         plan = plan_by_count(len(samples), layout.data_parallel, batch.micro_batch_size)
-        if share_from is not None and groups:
-            plan = shared_if_worth_it(plan, work, groups, share_from)
+        if share_from is not None:
+            plan = shared_if_worth_it(plan, work, share_from)
     else:
         if layout.virtual_pipeline_model_parallel_size > 1:
             multiple = layout.microbatch_group_size_per_vp_stage or layout.pipeline_model_parallel_size
-        plan = plan_within(budget, work, groups, layout.data_parallel, _alignment(layout), multiple, share_from)
-    sizes = [_tokens(micro_batch, plan, samples, groups) for rank in plan.assignment for micro_batch in rank]
+        plan = plan_within(budget, work, layout.data_parallel, _alignment(layout), multiple, share_from)
+    parts = [micro_batch for rank in plan.assignment for micro_batch in rank]
+    sizes = [_tokens(part, plan, samples, batch.num_generations) for part in parts]
     return plan, max(sizes, key=lambda tokens: tokens.packed + tokens.keys)
 
 
@@ -46,8 +48,8 @@ def fullest(
     """
     if packing.max_tokens_per_micro_batch is None:
         return largest.packed
-    groups, room = _groups(batch, samples), room_of(packing.max_tokens_per_micro_batch, _alignment(batch.layout))
-    of_rank = max(sum(_tokens(part, plan, samples, groups).packed for part in rank) for rank in plan.assignment)
+    room, size = room_of(packing.max_tokens_per_micro_batch, _alignment(batch.layout)), batch.num_generations
+    of_rank = max(sum(_tokens(part, plan, samples, size).packed for part in rank) for rank in plan.assignment)
     return max(largest.packed, min(room, of_rank))
 
 
@@ -68,19 +70,13 @@ def image_tokens_of(plan: StepPlan, batch: BatchSizes, tokens: Sequence[int]) ->
 
 def saved_by_sharing(plan: StepPlan, batch: BatchSizes, model: Model, samples: Sequence[Sample]) -> float:
     """Return the share of a step's work that shared prompts save."""
-    return gain_of(plan, _work(model, samples), _groups(batch, samples)).gain if plan.share_prompts else 0.0
+    return gain_of(plan, _work(batch, model, samples)).gain if plan.share_prompts else 0.0
 
 
-def _work(model: Model, samples: Sequence[Sample]) -> SampleWork:
-    return SampleWork([tokens for tokens, _ in samples], [completion for _, completion in samples], None, model.flops)
-
-
-def _groups(batch: BatchSizes, samples: Sequence[Sample]) -> list[Group]:
-    size = batch.num_generations
-    if size < 2:
-        return []
-    starts = range(0, len(samples) - size + 1, size)
-    return [Group(range(start, start + size), samples[start][0] - samples[start][1]) for start in starts]
+def _work(batch: BatchSizes, model: Model, samples: Sequence[Sample]) -> SampleWork:
+    tokens, completions = [tokens for tokens, _ in samples], [completion for _, completion in samples]
+    shared = [length - own if i % batch.num_generations else 0 for i, (length, own) in enumerate(samples)]
+    return SampleWork(tokens, completions, None, model.flops, shared)
 
 
 def _alignment(layout: Layout) -> Alignment:
@@ -88,9 +84,9 @@ def _alignment(layout: Layout) -> Alignment:
     return Alignment.of_layout(*sizes, layout.sequence_parallel)
 
 
-def _tokens(micro_batch: Sequence[int], plan: StepPlan, samples: Sequence[Sample], groups: Sequence[Group]) -> Tokens:
+def _tokens(micro_batch: Sequence[int], plan: StepPlan, samples: Sequence[Sample], group_size: int) -> Tokens:
     repeated, trained = sum(samples[i][0] for i in micro_batch), sum(samples[i][1] for i in micro_batch)
     if not plan.share_prompts:
         return Tokens(repeated, repeated, trained)
-    prompts = {group.samples.start: group.shared for group in groups if set(group.samples) & set(micro_batch)}
+    prompts = {i // group_size: samples[i][0] - samples[i][1] for i in micro_batch}
     return Tokens(trained + sum(prompts.values()), repeated, trained)

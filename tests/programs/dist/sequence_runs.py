@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from swift_megatron_grpo.cli.check_layouts.layouts import Variant
 from swift_megatron_grpo.cli.check_layouts.ranks import fixed_samples
 from swift_megatron_grpo.types import Sample
 from tests.programs.dist.engine_runs import make_loss, make_trainer
+from tests.programs.dist.shared_runs import packed_tokens
 
 
 def samples_of_step(vocabulary: int, seed: int, whole: bool) -> list[Sample]:
@@ -20,9 +23,13 @@ def samples_of_step(vocabulary: int, seed: int, whole: bool) -> list[Sample]:
 
     The first group only appends to its conversations, which are one sequence each if `whole`, else one for each of two
     turns. In the second group the context of the second turn is another one, so that there are two sequences anyway.
+    Half of the conversations of a group begin with the same 40 tokens, most of which each of them trains: they are
+    branches of one tree.
     """
     sequences = []
     for number, sample in enumerate(fixed_samples(vocabulary, 8, seed, policies_given=True, one_prompt=True)):
+        if number % 4 >= 2:
+            sample = _behind_a_branch(sample, vocabulary, seed)
         begin = sample.completion_mask.index(True)
         trained = [place for place in range(begin, len(sample.tokens)) if (place - begin) % 3 != 2]
         cut = begin + (len(sample.tokens) - begin) // 2  # behind the first turn
@@ -41,6 +48,19 @@ def samples_of_step(vocabulary: int, seed: int, whole: bool) -> list[Sample]:
             second = replace(second, tokens=tokens)
         sequences += [first, second]
     return sequences
+
+
+def _behind_a_branch(sample: Sample, vocabulary: int, seed: int) -> Sample:
+    """Return the sample with an answer that begins with tokens of others of its group."""
+    assert sample.old_logprobs is not None and sample.ref_logprobs is not None
+    rng, begin = random.Random(f"{seed} {sample.group}"), sample.completion_mask.index(True)
+    branch = [rng.randrange(vocabulary // 2) for _ in range(40)]
+    policies = [[-math.log(vocabulary) + rng.gauss(0, 0.3) for _ in branch] for _ in range(2)]
+    return replace(
+        sample, tokens=sample.tokens[:begin] + branch + sample.tokens[begin:],
+        completion_mask=sample.completion_mask + [True] * len(branch),
+        old_logprobs=policies[0] + sample.old_logprobs, ref_logprobs=policies[1] + sample.ref_logprobs,
+    )  # fmt: skip
 
 
 def _sequence(sample: Sample, number: int, end: int, trained: list[int], begin: int) -> Sample:
@@ -76,6 +96,7 @@ def run_layout(name: str, flags: list[str], folder: str) -> None:
         torch.save(weights, path)
         report = {"layout": name, "metrics": metrics, "weights": path, "seconds": 0.0}
         report |= {"sequences": len(off_policy), "rate_steps": trainer.opt_param_scheduler.num_steps}
+        report |= {"packed": packed_tokens(engine, off_policy), "tokens": sum(s.length for s in off_policy)}
         Path(folder, f"{name}.json").write_text(json.dumps(report))
 
 

@@ -27,7 +27,7 @@ from swift_megatron_grpo.packing.collate import collate, count
 from swift_megatron_grpo.packing.flops import FlopsModel
 from swift_megatron_grpo.packing.bundles import SampleWork, plan_within
 from swift_megatron_grpo.packing.plan import Alignment
-from swift_megatron_grpo.packing.segments import groups_of
+from swift_megatron_grpo.packing.segments import shared_with_previous
 from swift_megatron_grpo.runtime.parallel import Coordinator
 from swift_megatron_grpo.types import Graded, Prompt, Rollout, TokenSequence
 
@@ -63,8 +63,9 @@ def batches(graded, fetch):
     if case["engine"]:
         for sample in samples:
             sample.old_logprobs = sample.rollout_logprobs
-    work = SampleWork([s.length for s in samples], [s.trained for s in samples], None, COST)
-    plan = plan_within(128, work, groups_of(samples) if case["shared"] else [], size, Alignment(1, 1), 1, 0.01)
+    shared = shared_with_previous(samples) if case["shared"] else [0] * len(samples)
+    work = SampleWork([s.length for s in samples], [s.trained for s in samples], None, COST, shared)
+    plan = plan_within(128, work, size, Alignment(1, 1), 1, 0.01)
     mine = fetch(samples, plan)
     step = count(mine)
     return plan, [collate(mine, indices, step, Alignment(1, 1), 0, 1, torch.device("cpu"),

@@ -6,31 +6,33 @@ import random
 import re
 import statistics
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_megatron_grpo.packing.bundles import Group, SampleWork, gain_of, plan_with_shared_prompts
+from swift_megatron_grpo.packing.bundles import SampleWork, gain_of, plan_with_shared_prompts
 from swift_megatron_grpo.packing.flops import FlopsModel
 from swift_megatron_grpo.packing.plan import plan_by_count, plan_by_tokens
 from tests.paths import REPOSITORY
 from tests.unit.packing.test_plan import PLAIN, SMALL
 
 
-def step(groups: int, size: int, prompt: int, completion: int, seed: int = 0) -> tuple[SampleWork, list[Group]]:
+def step(groups: int, size: int, prompt: int, completion: int, seed: int = 0) -> SampleWork:
     """Return the work of a step with completions of random lengths around `completion`."""
     rng = random.Random(seed)
     completions = [rng.randint(completion // 2, completion * 3 // 2) for _ in range(groups * size)]
-    work = SampleWork([prompt + c for c in completions], completions, None, SMALL)
-    return work, [Group(range(g * size, (g + 1) * size), prompt) for g in range(groups)]
+    return SampleWork([prompt + c for c in completions], completions, None, SMALL, shared(groups, size, prompt))
 
 
-def packed(batch: tuple[int, ...], work: SampleWork, groups: list[Group]) -> int:
-    """Return the tokens of a micro batch in which groups have their prompt once."""
-    present = {number for number, group in enumerate(groups) for i in batch if i in group.samples}
-    repeated = sum(groups[next(g for g, group in enumerate(groups) if i in group.samples)].shared for i in batch)
-    return sum(work.lengths[i] for i in batch) - repeated + sum(groups[number].shared for number in present)
+def shared(groups: int, size: int, prompt: int) -> list[int]:
+    return [0, *[prompt] * (size - 1)] * groups
+
+
+def packed(batch: tuple[int, ...], size: int, prompt: int, work: SampleWork) -> int:
+    """Return the tokens of a micro batch in which groups of one size have their prompt once."""
+    return sum(work.completions[i] for i in batch) + prompt * len({i // size for i in batch})
 
 
 @given(
@@ -45,8 +47,8 @@ def test_every_sample_is_in_one_micro_batch_that_fits(
     groups: int, size: int, prompt: int, ranks: int, budget: int, multiple: int
 ) -> None:
     size = max(size, -(-ranks * multiple // groups))
-    work, parts = step(groups, size, prompt, 20)
-    plan = plan_with_shared_prompts(work, parts, ranks, budget, multiple).plan
+    work = step(groups, size, prompt, 20)
+    plan = plan_with_shared_prompts(work, ranks, budget, multiple).plan
     if plan is None:  # every completion fills a micro batch, or there are as many groups as samples
         return
     batches = [batch for rank in plan.assignment for batch in rank]
@@ -54,12 +56,12 @@ def test_every_sample_is_in_one_micro_batch_that_fits(
     assert {len(rank) for rank in plan.assignment} == {plan.num_micro_batches}
     assert plan.num_micro_batches % multiple == 0
     for batch in batches:
-        assert packed(batch, work, parts) <= budget or set(batch) <= set(plan.over_budget)
+        assert packed(batch, size, prompt, work) <= budget or set(batch) <= set(plan.over_budget)
 
 
 def test_long_prompts_fill_fewer_micro_batches_with_less_work() -> None:
-    work, groups = step(16, 8, 2048, 512)
-    shared = plan_with_shared_prompts(work, groups, 1, 16384, 1)
+    work = step(16, 8, 2048, 512)
+    shared = plan_with_shared_prompts(work, 1, 16384, 1)
     repeated = plan_by_tokens(work.lengths, 1, 16384, SMALL, PLAIN, 1, work.completions)
     assert shared.plan is not None and shared.plan.num_micro_batches < 0.45 * repeated.num_micro_batches
     assert 1 / (1 - shared.gain) == pytest.approx(2.9, abs=0.35)
@@ -67,46 +69,50 @@ def test_long_prompts_fill_fewer_micro_batches_with_less_work() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_ranks_have_nearly_equal_work(ranks: int) -> None:
-    work, groups = step(16, 8, 2048, 512, seed=ranks)
-    shared = plan_with_shared_prompts(work, groups, ranks, 16384, 1)
-    total = sum(work.flops(group.samples, group.shared) for group in groups)
+    work = step(16, 8, 2048, 512, seed=ranks)
+    shared = plan_with_shared_prompts(work, ranks, 16384, 1)
+    total = sum(map(work.flops, work.groups()))
     assert shared.shared < 1.12 * total / ranks
 
 
 def test_a_group_is_cut_where_ranks_would_wait_for_it() -> None:
-    work, groups = step(3, 8, 64, 512)
-    shared = plan_with_shared_prompts(work, groups, 2, 16384, 1)
-    assert shared.shared < 1.1 * sum(work.flops(group.samples, 64) for group in groups) / 2
+    work = step(3, 8, 64, 512)
+    shared = plan_with_shared_prompts(work, 2, 16384, 1)
+    assert shared.shared < 1.1 * sum(map(work.flops, work.groups())) / 2
 
 
 def test_a_group_above_the_budget_is_cut_into_equal_parts() -> None:
-    lengths = [100 + 50] * 8
-    work, groups = SampleWork(lengths, [50] * 8, None, FlopsModel(1.0, 0.0)), [Group(range(8), 100)]
-    plan = plan_with_shared_prompts(work, groups, 1, 320, 1).plan
+    work = SampleWork([100 + 50] * 8, [50] * 8, None, FlopsModel(1.0, 0.0), shared(1, 8, 100))
+    plan = plan_with_shared_prompts(work, 1, 320, 1).plan
     assert plan is not None and plan.assignment == (((0, 1, 2, 3), (4, 5, 6, 7)),) and plan.over_budget == ()
 
 
 def test_prompts_that_save_nothing_are_repeated() -> None:
-    work = SampleWork([10, 12, 14, 16], [5, 6, 7, 8], None, SMALL)
-    shared = plan_with_shared_prompts(work, [Group(range(i, i + 1), 0) for i in range(4)], 2, 64, 1)
-    assert shared.plan is None and shared.gain == 0
+    work = SampleWork([10, 12, 14, 16], [5, 6, 7, 8], None, SMALL, [0] * 4)
+    result = plan_with_shared_prompts(work, 2, 64, 1)
+    assert result.plan is None and result.gain == 0
 
 
 def test_images_of_a_bundle_count_once() -> None:
-    work = SampleWork([20] * 4, [5] * 4, [100.0] * 4, FlopsModel(1.0, 0.0))
-    assert work.flops(range(4), 15) == 15 + 4 * 5 + 100.0
-    shared = plan_with_shared_prompts(work, [Group(range(4), 15)], 1, 100, 1)
-    assert (shared.shared, shared.repeated) == (135.0, 4 * 120.0)
+    work = SampleWork([20] * 4, [5] * 4, [100.0] * 4, FlopsModel(1.0, 0.0), shared(1, 4, 15))
+    assert work.flops(range(4)) == 15 + 4 * 5 + 100.0
+    result = plan_with_shared_prompts(work, 1, 100, 1)
+    assert (result.shared, result.repeated) == (135.0, 4 * 120.0)
 
 
 def test_the_gain_of_micro_batches_by_count() -> None:
-    work, groups = step(2, 8, 1000, 100)
-    cost = FlopsModel(1.0, 0.0)
-    work = SampleWork(work.lengths, work.completions, None, cost)
-    assert gain_of(plan_by_count(16, 1, 1), work, groups).gain == 0
-    by_four = gain_of(plan_by_count(16, 1, 4), work, groups)
+    work = replace(step(2, 8, 1000, 100), cost=FlopsModel(1.0, 0.0))
+    assert gain_of(plan_by_count(16, 1, 1), work).gain == 0
+    by_four = gain_of(plan_by_count(16, 1, 4), work)
     assert by_four.repeated - by_four.shared == 4 * 3 * 1000
-    assert gain_of(plan_by_count(16, 2, 8), work, groups).gain > by_four.gain
+    assert gain_of(plan_by_count(16, 2, 8), work).gain > by_four.gain
+
+
+def test_a_tree_counts_what_branches_share_once() -> None:
+    """Two conversations of a prompt of 10 tokens; the second one has two sequences that share 30."""
+    work = SampleWork([25, 40, 50], [15, 10, 20], None, FlopsModel(1.0, 0.0), [0, 10, 30])
+    assert work.groups() == [range(3)] and work.tokens(range(3)) == work.flops(range(3)) == 10 + 15 + 20 + 10 + 20
+    assert work.tokens(range(1, 3)) == 60 and work.tokens(range(2, 3)) == 50
 
 
 def test_the_page_has_the_flops_that_sharing_saves() -> None:
@@ -127,7 +133,7 @@ def test_the_page_has_the_flops_that_sharing_saves() -> None:
         tokens = size * (prompt + completion) / (prompt + size * completion)
         saved = [
             size * model.of_sequence(prompt + completion, completion)
-            / model.of_bundle(prompt, [prompt + completion] * size, size * completion)
+            / model.of_bundle([prompt + completion] * size, [prompt] * (size - 1), size * completion)
             for model in models
         ]  # fmt: skip
         assert cells == [f"{value:.2f}" for value in (tokens, *saved)], where
@@ -138,18 +144,17 @@ def test_flops_of_a_bundle_are_those_of_its_tokens() -> None:
     seen = sum(range(1, prompt + 1)) + sum(prompt + i for c in completions for i in range(1, c + 1))
     tokens = prompt + sum(completions)
     # The model counts t * t for the pairs of a causal mask, which has t * (t + 1) / 2.
-    assert (
-        model.of_bundle(prompt, [prompt + c for c in completions], 6) == 3.0 * tokens + 2.0 * (2 * seen - tokens) + 30
-    )
+    bundle = model.of_bundle([prompt + c for c in completions], [prompt], 6)
+    assert bundle == 3.0 * tokens + 2.0 * (2 * seen - tokens) + 30
 
 
 @pytest.mark.alone
 def test_4096_samples_are_planned_quickly() -> None:
     """The bound on an idle machine is 50 ms; the test allows three times that."""
-    work, groups = step(512, 8, 1024, 700)
+    work = step(512, 8, 1024, 700)
     seconds = []
     for _ in range(5):
         began = time.process_time()
-        plan_with_shared_prompts(work, groups, 8, 16384, 1)
+        plan_with_shared_prompts(work, 8, 16384, 1)
         seconds.append(time.process_time() - began)
     assert statistics.median(seconds) < 0.15, seconds

@@ -1,18 +1,18 @@
-"""Shared prompts: the order of tokens, what each attends to and predicts, and the samples that can share."""
+"""Shared tokens: their order, what each token attends to and is predicted by, and the samples that can share."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_megatron_grpo.packing.bundles import Group
 from swift_megatron_grpo.packing.collate import collate, count
 from swift_megatron_grpo.packing.plan import Alignment
-from swift_megatron_grpo.packing.segments import groups_of, lay_out
+from swift_megatron_grpo.packing.segments import LEAST_TRAINED, lay_out, shared_with_previous
 from swift_megatron_grpo.types import ModelImage, PlacedImage, Sample
 
 CPU = torch.device("cpu")
@@ -55,14 +55,40 @@ def test_repeated_prompts_are_packed_as_whole_sequences() -> None:
 
 def test_other_prompts_of_a_group_are_not_shared() -> None:
     samples = [*TWO[:2], sample([1, 9, 3], [4]), sample([1, 9, 3], [5]), sample([1, 9, 3], [5], 2)]
-    assert groups_of(samples) == [Group(range(2), 3), Group(range(2, 4), 3), Group(range(4, 5), 0)]
-    assert groups_of([sample([1], [2]), sample([3], [2])]) == [Group(range(1), 0), Group(range(1, 2), 0)]
+    assert shared_with_previous(samples) == [0, 3, 1, 3, 0]
+    assert shared_with_previous([sample([1], [2]), sample([3], [2])]) == [0, 0]
 
 
 def test_a_completion_that_is_not_trained_shares_its_prompt_as_well() -> None:
     samples = [sample([1, 2, 3], [4, 5]), sample([1, 2, 3, 4, 6], []), sample([1, 2, 3], [4, 5])]
-    assert groups_of(samples) == [Group(range(3), 3)]  # although the second begins with a token of the first
-    assert groups_of(samples[1:2] * 2) == [Group(range(2), 4)]  # nothing is trained; one token each is left
+    assert shared_with_previous(samples) == [0, 3, 3]  # although the second begins with a token of the first
+    assert shared_with_previous(samples[1:2] * 2) == [0, 4]  # nothing is trained; one token each is left
+
+
+TURN = [*range(10, 10 + LEAST_TRAINED)]  # tokens of a first turn, enough to be shared
+
+
+def test_a_tree_by_hand() -> None:
+    """A turn that is trained in two completions with their own advantages, and a sequence that reads it."""
+    first, second = sample([1, 2], [*TURN, 40, 41]), sample([1, 2], [*TURN, 50])
+    reads = Sample([1, 2, *TURN, 50, 60, 61], [False] * (3 + len(TURN)) + [True] * 2, 1.0, 0)
+    samples = [first, second, reads, sample([1, 2], [70])]
+    assert shared_with_previous(samples) == [0, 2 + len(TURN), 2 + len(TURN), 2]
+    layout = lay_out(samples, PLAIN, share_prompts=True)
+    assert [(part.begin, part.end, part.prefix) for part in layout.segments] == [
+        (0, 2, None), (2, 18, 0), (18, 20, 1), (18, 19, 1), (18, 21, 1), (2, 3, 0)
+    ]  # fmt: skip
+    batch = collate(samples, range(4), count(samples), PLAIN, 0, 1, CPU, share_prompts=True)
+    assert batch.inputs.input_ids.tolist() == [[1, 2, *TURN, 40, 41, 50, 50, 60, 61, 70]]
+    turn = [*range(1, 17)]  # is predicted twice
+    assert batch.inputs.head_positions.tolist() == [*turn, 17, 18, *turn, 17, 21, 22, 1]
+    assert batch.inputs.head_targets.tolist() == [*TURN, 40, 41, *TURN, 50, 60, 61, 70]
+    assert batch.counts == (18, 17, 2, 1)
+
+
+def test_few_trained_tokens_are_not_shared() -> None:
+    short = [sample([1, 2], [*TURN[:-1], 40]), sample([1, 2], [*TURN[:-1], 50])]
+    assert shared_with_previous(short) == [0, 2]
 
 
 def no_pixels() -> torch.Tensor:
@@ -74,7 +100,7 @@ def test_an_image_is_shared_as_a_whole_or_not_at_all() -> None:
     prompt = [1, 7, 7, 2, 7, 7, 3]
     first, second = PlacedImage(image, 1), PlacedImage(image, 4)
     same = [sample(prompt, [4], images=(first, second)), sample(prompt, [5], images=(first, second))]
-    assert groups_of(same) == [Group(range(2), 7)]
+    assert shared_with_previous(same) == [0, 7]
     inputs = collate(same, range(2), count(same), PLAIN, 0, 1, CPU, share_prompts=True).inputs
     assert inputs.images is not None and inputs.images.shown == (image, image)
     assert inputs.images.mask.nonzero()[:, 1].tolist() == [1, 2, 4, 5]
@@ -82,24 +108,30 @@ def test_an_image_is_shared_as_a_whole_or_not_at_all() -> None:
     assert torch.equal(inputs.position_ids[:, 0, :8], whole) and torch.equal(inputs.position_ids[:, 0, 8], whole[:, -1])
 
     differs = [same[0], sample(prompt, [5], images=(first, PlacedImage(other, 4)))]
-    assert groups_of(differs) == [Group(range(2), 4)]
+    assert shared_with_previous(differs) == [0, 4]
     longer = [same[0], sample([1, 7, 7, 2, 7, 7, 7, 3], [5], images=(first,))]  # it sampled or wrote the token
-    assert groups_of(longer) == [Group(range(2), 4)]
+    assert shared_with_previous(longer) == [0, 4]
 
 
 @st.composite
 def steps(draw: st.DrawFn) -> list[Sample]:
     rng = random.Random(draw(st.integers(0, 10**6)))
-    samples = []
+    samples: list[Sample] = []
     for group in range(draw(st.integers(1, 4))):
         prompt = [rng.randrange(9) for _ in range(rng.randint(1, 6))]
-        for _ in range(rng.randint(1, 5)):
+        for number in range(rng.randint(1, 5)):
             one = sample(prompt, [rng.randrange(9) for _ in range(rng.randint(1, 5))], group)
+            if number and rng.random() < 0.5:  # it continues a part of the one before
+                kept = rng.randint(1, samples[-1].length)
+                one.tokens = samples[-1].tokens[:kept] + one.tokens[1:]
+                one.completion_mask = [False, *(rng.random() < 0.7 for _ in one.tokens[1:])]
+            if rng.random() < 0.3:
+                one = replace(one, tokens=one.tokens + TURN, completion_mask=one.completion_mask + [True] * len(TURN))
             if rng.random() < 0.2:
-                one.tokens[rng.randrange(len(prompt))] = 9
+                one.tokens[rng.randrange(len(one.tokens))] = 9
             if rng.random() < 0.2:
                 one.completion_mask = [False] * len(one.tokens)
-            samples.append(one)
+            samples.append(replace(one))
     return samples
 
 
