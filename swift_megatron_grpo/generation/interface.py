@@ -116,6 +116,13 @@ class GenerationEngine(Protocol):
     ) -> None:
         """Load all weights, or a LoRA adapter if `adapter` has its configuration. Checksums are for `held_weights`."""
 
+    @property
+    def lacks_base(self) -> bool:
+        """True if the engine runs an adapter on weights that it has discarded; the same on all ranks."""
+
+    def load_base(self, weights: NamedWeights) -> None:
+        """Load the weights below the adapter. `load_weights` with the adapter must follow."""
+
     def wake_cache(self) -> None: ...
 
     def start_scoring(self, text: ScoredText) -> Callable[[], dict[str, list[float]]]:

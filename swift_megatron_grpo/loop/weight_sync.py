@@ -129,6 +129,8 @@ class WeightSync:
                 full = self._reads_back and full
                 manifest = verify.Manifest(self._config.torch_dtype if full else None)
                 self._residency.for_weight_sync()
+                if self._engine.lacks_base:
+                    self._engine.load_base(self.export.base())
                 self._engine.load_weights(
                     manifest.record(self.export()), version, self.export.adapter, collect_checksums=full
                 )

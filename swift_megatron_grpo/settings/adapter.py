@@ -25,9 +25,7 @@ class Adapter(Flags):
     )
     expert_tensor_parallel_size: int
     torch_dtype: Any  # of the engine's weights, or of those that it quantizes
-    vllm_mode: str | None
     vllm_enable_lora: bool
-    sleep_level: int
     sync_check: SyncCheckMode = flag(
         "canary",
         "Verification, after every weight sync, that vLLM runs the trained weights. canary: the names and shapes of "
@@ -83,11 +81,6 @@ class Adapter(Flags):
             yield (
                 "--vllm_enable_lora true: vLLM would apply the adapter to --model, and the trainer applies it to "
                 f"--mcore_model {self.mcore_model}; use --vllm_enable_lora false, which sends merged weights"
-            )
-        elif self.sleep_level == 2 and self.vllm_mode != "server":
-            yield (
-                "--sleep_level 2 discards vLLM's weights, and with --vllm_enable_lora true only the adapter is resent; "
-                "use --sleep_level 1, or --vllm_enable_lora false"
             )
         elif self.sync_check == "full":
             yield (

@@ -23,6 +23,7 @@ def upstream() -> dict[str, Any]:
         from uvicorn.protocols.http.auto import AutoHTTPProtocol
         from vllm.config import ParallelConfig, VllmConfig
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.lora.model_manager import LoRAModelManager
         from vllm.outputs import CompletionOutput
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.engine.core import EngineCoreProc
@@ -36,6 +37,7 @@ def upstream() -> dict[str, Any]:
         result = {
             "route": swift_cli.ROUTE_MAPPING["rollout"],
             "script": source(script),
+            "set_adapter_mapping": source(LoRAModelManager.set_adapter_mapping),
             "rollout_main": source(rollout.rollout_main),
             "async_llm_worker": source(rollout.async_llm_worker),
             "prepare_engine": source(VllmEngine._prepare_engine),
@@ -232,3 +234,7 @@ def test_the_second_runner_calls_the_connector_as_the_cpu_platform_does() -> Non
     assert "begin_step( scheduler_output.aux_output_connector_metadata )" in runner
     assert "self.aux_output_connector.prepare_output(input_batch)" in runner
     assert "if not self.use_v2_model_runner and not" in upstream()["aux_check"]
+
+
+def test_vllm_writes_the_tables_of_an_adapter_if_its_mapping_changes() -> None:
+    assert "if self._last_mapping != mapping" in upstream()["set_adapter_mapping"]

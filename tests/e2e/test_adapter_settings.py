@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.support.runs import megatron_rlhf
+from tests.support.runs import PLUGINS, REWARDS, megatron_rlhf
 
 SETTINGS = ["--tuner_type", "lora", "--lora_rank", "8", "--lora_alpha", "16", "--use_rslora", "true",
             "--lora_dropout", "0.1", "--torch_dtype", "float32", "--fp16", "false", "--lr", "1e-2",
@@ -35,6 +35,27 @@ def test_vllm_scales_a_rank_stabilised_adapter_as_the_trainer(
     assert "--lora_dropout 0.1: log-probs of a training step are computed with dropout" in run.output
     config = json.loads((run.last_checkpoint / "adapter_config.json").read_text())
     assert config["use_rslora"] is True and config["lora_dropout"] == 0.1
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("vllm_ranks", ["1", "2"])
+def test_base_and_adapter_are_sent_again_after_a_sleep_discards_both(
+    vllm_ranks: str, folder: Path, dense: Path, dataset: Path
+) -> None:
+    """Every step is that of a run whose engine never sleeps, bit for bit."""
+    flags = [*SETTINGS, "--lora_dropout", "0", "--vllm_enable_lora", "true", "--vllm_tensor_parallel_size", vllm_ranks]
+    discards = ["--sleep_level", "2", "--external_plugins", str(REWARDS), str(PLUGINS / "discarding_sleep.py")]
+    awake = megatron_rlhf(dense, dataset, folder / f"awake-{vllm_ranks}", 2, flags)
+    asleep = megatron_rlhf(dense, dataset, folder / f"asleep-{vllm_ranks}", 2, [*flags, *discards])
+    for run in (awake, asleep):
+        assert run.code == 0, run.output[-4000:]
+    compared = ("loss", "grad_norm", "reward", "sync_check/mean_diff", "sync_check/max_diff")
+    steps = [[{name: step[name] for name in compared} for step in run.log] for run in (awake, asleep)]
+    assert len(steps[0]) == 3 and steps[0] == steps[1] and steps[0][-1]["sync_check/mean_diff"] < 1e-5
+    lost = megatron_rlhf(
+        dense, dataset, folder / f"lost-{vllm_ranks}", 2, [*flags, *discards], {"BASE_STAYS_LOST": "1"}
+    )
+    assert lost.code != 0 and "failed its check twice" in lost.output
 
 
 @pytest.mark.e2e

@@ -96,6 +96,7 @@ class Canned:
 
     memory_to_wake = 0
     is_new = False
+    lacks_base = False
     held_media = frozenset[str]()
 
     def __init__(self, template: Template, canned: Any) -> None:
@@ -138,6 +139,9 @@ class Canned:
         self, weights: NamedWeights, version: int, adapter: AdapterConfig | None, collect_checksums: bool
     ) -> None:
         self.weights_version = version
+
+    def load_base(self, weights: NamedWeights) -> None:
+        raise NotImplementedError("no model runs here")
 
     def wake_weights(self) -> None: ...
 

@@ -32,7 +32,7 @@ from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS
 from swift_megatron_grpo.generation.requests import infer_request, request_config, to_rollout
 from swift_megatron_grpo.generation.vllm import fast_logprobs, fast_outputs, images, position_noise
 from swift_megatron_grpo.generation.vllm import sampling as vllm_sampling
-from swift_megatron_grpo.generation.vllm.adapter import load_adapter
+from swift_megatron_grpo.generation.vllm.adapter import DiscardedTables, load_adapter, without_adapter
 from swift_megatron_grpo.generation.vllm.drafts import GroupDrafts
 from swift_megatron_grpo.runtime.stopping.request import RunStopped, StopRequest
 from swift_megatron_grpo.settings.config import SamplingConfig, VllmConfig
@@ -78,6 +78,8 @@ class LocalVllm:
         model = self._engine.inner_model
         layers = layers_that_quantize(model, self._engine.engine.vllm_config)
         self._loaded_weights = LoadedWeights(model, config.torch_dtype, self._name, layers)
+        loses_base = config.lora_rank is not None and self._sleep_level == 2
+        self._tables = DiscardedTables(self._worker) if loses_base else None
 
     @property
     def memory_to_wake(self) -> int:
@@ -85,6 +87,10 @@ class LocalVllm:
             return 0
         pool = [(data.tag, data.handle[1]) for data in cumem.CuMemAllocator.get_instance().pointer_to_data.values()]
         return bytes_to_wake(pool, self._asleep, _share_of_gpu(self._memory_share))
+
+    @property
+    def _worker(self) -> Any:
+        return self._engine.inner_model_executor.driver_worker.worker
 
     @property
     def is_new(self) -> bool:
@@ -121,26 +127,39 @@ class LocalVllm:
         if _WEIGHTS in self._asleep:
             swift_utils.set_expandable_segments(False)
             self._wake(_WEIGHTS)
+            if self._tables is not None:
+                self._tables.restore()
+
+    @property
+    def lacks_base(self) -> bool:
+        return self._tables is not None and self._weights_version == NO_WEIGHTS
+
+    def load_base(self, weights: NamedWeights) -> None:
+        with without_adapter(self._engine.inner_model):
+            self._load(weights, collect_checksums=self._loaded_weights.is_new)
 
     def load_weights(
         self, weights: NamedWeights, version: int, adapter: AdapterConfig | None, collect_checksums: bool
     ) -> None:
         if adapter is None:
-            model = self._engine.inner_model
-            swift_utils.patch_vllm_moe_model_weight_loader(model)
-            device = torch.device(torch.cuda.current_device())
-            finish = partial(
-                swift_utils.finish_vllm_weight_reload, model, self._engine.engine.model_config, device, strict=True
-            )
-            self._loaded_weights.load(weights, finish, collect_checksums)
+            self._load(weights, collect_checksums)
         else:
             # copies, because vLLM scales them in place, and without a GPU they share memory with the trainer's
             tensors = {name: tensor.detach().clone() for name, tensor in weights}
-            load_adapter(self._engine.inner_model_executor.driver_worker.worker, adapter, tensors)
+            load_adapter(self._worker, adapter, tensors)
         # Cached values of older weights must not be used with newer ones.
         self._reset_prefix_cache()
         self._engine.engine.reset_encoder_cache()
         self._weights_version = version
+
+    def _load(self, weights: NamedWeights, collect_checksums: bool) -> None:
+        model = self._engine.inner_model
+        swift_utils.patch_vllm_moe_model_weight_loader(model)
+        device = torch.device(torch.cuda.current_device())
+        finish = partial(
+            swift_utils.finish_vllm_weight_reload, model, self._engine.engine.model_config, device, strict=True
+        )
+        self._loaded_weights.load(weights, finish, collect_checksums)
 
     def wake_cache(self) -> None:
         if _KV_CACHE in self._asleep:
@@ -186,6 +205,8 @@ class LocalVllm:
     def sleep(self) -> None:
         if self._sleep_level:
             self._reset_prefix_cache()
+            if self._tables is not None and not self._asleep:
+                self._tables.save()
             swift_utils.vllm_sleep(self._engine.engine, self._sleep_level)
             swift_utils.set_expandable_segments(True)
             self._asleep = _ASLEEP

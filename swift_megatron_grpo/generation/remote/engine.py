@@ -274,6 +274,11 @@ class RemoteVllm:
 
     # ---- no part of this engine is on this machine
 
+    lacks_base = False  # servers do not sleep
+
+    def load_base(self, weights: NamedWeights) -> None:
+        raise NotImplementedError("servers load the base themselves")
+
     def wake_weights(self) -> None: ...
 
     def wake_cache(self) -> None: ...

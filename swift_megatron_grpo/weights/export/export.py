@@ -60,7 +60,13 @@ class WeightExport:
     def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self.adapter is not None:
             return export_adapter(self._bridge, self._models)
-        weights = export_weights(self._bridge, self._models, self._adapted, self._merged)
+        return self._held(export_weights(self._bridge, self._models, self._adapted, self._merged))
+
+    def base(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Export the frozen weights below the adapter, for an engine that has discarded them."""
+        return self._held(export_weights(self._bridge, self._models, AdaptedModules({}, [])))
+
+    def _held(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, tensor) for name, tensor in weights if not name.startswith(self._left_out))
 
     def pop_merged_count(self) -> int:

@@ -28,6 +28,7 @@ class CannedCompletions:
 
     memory_to_wake = 2**30  # makes the trainer offload where small_gpu.py reports no free memory
     is_new = False
+    lacks_base = False
     held_media = frozenset[str]()
     drafts = None
 
@@ -61,6 +62,9 @@ class CannedCompletions:
     ) -> None:
         assert sum(1 for _ in weights) > 0
         self.weights_version = version
+
+    def load_base(self, weights: NamedWeights) -> None:
+        raise NotImplementedError("no model runs here")
 
     def wake_weights(self) -> None: ...
 

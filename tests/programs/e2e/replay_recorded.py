@@ -29,6 +29,7 @@ class RecordedCompletions:
     share = Share(index=0, of=1, reports=True)
     memory_to_wake = 0
     is_new = False
+    lacks_base = False
     held_media = frozenset[str]()
     drafts = None
 
@@ -58,6 +59,9 @@ class RecordedCompletions:
     ) -> None:
         assert sum(1 for _ in weights) > 0
         self.weights_version = version
+
+    def load_base(self, weights: NamedWeights) -> None:
+        raise NotImplementedError("no model runs here")
 
     def wake_weights(self) -> None: ...
 

@@ -281,7 +281,6 @@ _CONTRADICTIONS = """
 --vllm_mode server --vllm_server_host 127.0.0.1 --vllm_server_port 99999 -> vllm_server_port & 8000
 --vllm_mode server --vllm_server_base_url localhost:8000 -> vllm_server_base_url & http://
 --vllm_enable_lora true -> vllm_enable_lora
---tuner_type lora --vllm_enable_lora true --sleep_level 2 -> sleep_level
 --tuner_type lora --vllm_enable_lora true --rollout_quantization fp8 -> rollout_quantization & vllm_enable_lora
 --tuner_type lora --ref_model MODEL -> ref_model
 --max_turns 3 -> max_turns

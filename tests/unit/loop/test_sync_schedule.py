@@ -64,6 +64,7 @@ class TwoWorkers:
     """An engine of two workers; `change` applies to what they receive in the next `changed` transfers."""
 
     memory_to_wake = 0
+    lacks_base = False
 
     def __init__(self) -> None:
         self.engine = Engine()

@@ -107,6 +107,15 @@ def test_an_adapter_alone_is_exported_under_names_of_peft(adapted: TinyPolicy) -
     }  # fmt: skip
 
 
+def test_the_base_below_an_adapter_is_that_of_the_checkpoint(adapted: TinyPolicy) -> None:
+    stored = adapted.transformers.state_dict()
+    export = WeightExport(adapted.bridge, [adapted.megatron], adapter_only=True, left_out=("lm_head.",))
+    base = dict(export.base())
+    assert set(base) == {name for name in stored if not name.startswith("lm_head.")}
+    assert all(torch.equal(base[name], stored[name]) for name in base)
+    assert export.pop_merged_count() == 0
+
+
 def test_an_adapter_of_no_weights_is_an_error(policy: TinyPolicy) -> None:
     get_peft_model(policy.megatron, LoraConfig(r=2, target_modules=["linear_proj"]))
     export = WeightExport(policy.bridge, [policy.megatron], adapter_only=True)
