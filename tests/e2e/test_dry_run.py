@@ -101,6 +101,35 @@ def test_a_proposed_setting_fits(folder: Path, large: Path, dataset: Path) -> No
     assert code == 0 and "The run fits: " in output, output[-4000:]
 
 
+def test_memory_is_for_micro_batches_of_answers_too(folder: Path, large: Path, dataset: Path) -> None:
+    """Answers longer than a prompt with its completion are the largest micro batch; short ones change no memory."""
+    chord = ["--chord_sft_per_device_train_batch_size", "1", "--chord_mu_warmup_steps", "0", "--chord_mu_peak", "0.9",
+             "--chord_mu_decay_steps", "20", "--chord_mu_valley", "0.05"]  # fmt: skip
+    sizes = ["--max_length", "1024", "--max_completion_length", "1024", "--vllm_max_model_len", "3072",
+             "--global_batch_size", "64", "--num_generations", "8", "--micro_batch_size", "1",
+             "--vllm_engine_kwargs", "{}"]  # fmt: skip
+
+    def activations(words: int | None) -> tuple[float, str]:
+        """Return the GB of activations of a step with answers of so many words; None: without answers."""
+        flags = sizes
+        if words is not None:
+            answers = folder / f"answers of {words}.jsonl"
+            turns = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "a " * words}]
+            answers.write_text("\n".join(json.dumps({"messages": turns}) for _ in range(4)))
+            flags = [*sizes, "--chord_sft_dataset", str(answers), *chord]
+        _, output = check(grpo_flags(large, dataset, folder / "unused", flags), 4)
+        [row] = re.findall(r"^ +stage +weights .* activations .*\n +0 +(.*)$", output, re.MULTILINE)
+        return float(row.split()[4]), output
+
+    without, _ = activations(None)
+    short, output = activations(10)
+    assert short == without and "16 micro batches more; the largest has " in output
+    long, output = activations(900)
+    [largest] = re.findall(r"micro batches more; the largest has ([\d,]+) tokens", output)
+    of_completions = int(re.findall(r"the largest has ([\d,]+) tokens", output)[0].replace(",", ""))
+    assert long / without == pytest.approx(int(largest.replace(",", "")) / of_completions, rel=0.02)
+
+
 def test_memory_has_one_copy_of_each_frozen_model(folder: Path, large: Path, dataset: Path) -> None:
     """The teacher has half the layers of the policy, and the copy of the reference may be the teacher."""
     teacher = folder / "half"

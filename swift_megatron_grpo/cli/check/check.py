@@ -67,7 +67,8 @@ class Inputs(MegatronRLHF):
         train_rows, val_rows = self._prepare_dataset()
         self.train_rows, self.val_rows = args.checked_datasets(train_rows, val_rows, self.template)
         args.init_iters(self.train_rows, self.val_rows)
-        args.load_answers(self.template)
+        answers = args.load_answers(self.template)
+        self.answers = [(len(answer.tokens), int(answer.trained.sum())) for answer in answers]
 
     def _save_val_dataset(self, val_dataset: Any) -> None:
         """Write nothing; a run writes the rows that it splits off for evaluation to its output folder."""
@@ -85,7 +86,7 @@ def check(command_line: Sequence[str]) -> tuple[str, bool]:
         model, graders = read_model(args.model_dir), bytes_of_reward_models(args)
     except ValueError as reason:
         return report(start_up_lines(args), rows, rewards, str(reason), None, gpu), graded
-    result = estimate(args, model, rows, gpu, graders)
+    result = estimate(args, model, rows, gpu, graders, inputs.answers)
     text = report(start_up_lines(args), rows, rewards, model, result, gpu)
     return text, graded and result.fits and result.engine_fits
 

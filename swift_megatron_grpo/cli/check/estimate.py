@@ -12,7 +12,14 @@ import torch
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 from swift_megatron_grpo.arguments.reward_models import folder_of
 from swift_megatron_grpo.arguments.to_config import configure
-from swift_megatron_grpo.cli.check.micro_batches import fullest, image_tokens_of, micro_batches, saved_by_sharing
+from swift_megatron_grpo.cli.check.micro_batches import (
+    AnswerBatches,
+    Sample,
+    fullest,
+    image_tokens_of,
+    micro_batches,
+    saved_by_sharing,
+)
 from swift_megatron_grpo.cli.check.model import Model, read_model, shapes_of
 from swift_megatron_grpo.cli.check.rows import Rows
 from swift_megatron_grpo.cli.estimate.activations import Recompute, Tokens
@@ -39,6 +46,7 @@ class Estimate:
     plan: StepPlan
     largest: Tokens  # micro batch, if all completions have --max_completion_length
     fullest: int  # tokens of the largest micro batch that completions of other lengths can make; memory is for it
+    answers: AnswerBatches | None
     memory: list[RankMemory]  # by pipeline stage
     engine: Engine | None  # None: servers generate
     engine_fits: bool
@@ -59,8 +67,10 @@ def bytes_of_reward_models(args: GRPOArguments) -> int:
     return item * sum(prod(shape) for folder in folders for shape in shapes_of(folder).values())
 
 
-def estimate(args: GRPOArguments, model: Model, rows: Rows, gpu: Gpu, graders: int = 0) -> Estimate:
-    """Estimate a run whose ranks hold reward models of this many bytes, `graders`."""
+def estimate(
+    args: GRPOArguments, model: Model, rows: Rows, gpu: Gpu, graders: int = 0, given: Sequence[Sample] = ()
+) -> Estimate:
+    """Estimate a run whose ranks hold reward models of this many bytes, `graders`. `given`: rows with answers."""
     config, gpu_bytes, shape = configure(args), gpu.memory_bytes, args.model_shape
     prompts = _of_step(rows.lengths, config)
     samples = [(prompt + args.max_completion_length, args.max_completion_length) for prompt in prompts]
@@ -69,12 +79,17 @@ def estimate(args: GRPOArguments, model: Model, rows: Rows, gpu: Gpu, graders: i
     longest = max(tokens for tokens, _ in samples)
     teacher_share = _teacher_share(args, config, model)
     training = replace(_training(args, config, largest, plan, rows), teacher_share=teacher_share, graders=graders)
+    training = replace(with_budget(training, packed), micro_batches=training.micro_batches)
+    answers = _answers(args, config, given) if given else None
+    if answers is not None:
+        of_step = training.micro_batches + answers.number
+        training = replace(training, tokens=answers.joined(training.tokens), micro_batches=of_step)
     run = Run(
         tensors=model.tensors,
         decoder=model.decoder,
-        training=replace(with_budget(training, packed), micro_batches=training.micro_batches),
+        training=training,
         engine=_engine(args, config, model, longest),
-        longest_sample=longest,
+        longest_sample=longest if answers is None else max(longest, answers.longest),
         vision_tower=model.vision_tower,
     )
 
@@ -83,7 +98,8 @@ def estimate(args: GRPOArguments, model: Model, rows: Rows, gpu: Gpu, graders: i
 
     fits, engine, engine_fits = run.fits(gpu_bytes, *PHASES), run.engine, run.engine_fits(gpu_bytes)
     half = [(prompt + args.max_completion_length // 2, args.max_completion_length // 2) for prompt in prompts]
-    work = work_of(half, model.flops)
+    answered = answers.of_step if answers is not None else []
+    work = work_of([*half, *answered], model.flops)
     halved, _ = micro_batches(config.batch, config.micro_batches, model, half)
     has_teacher = config.teacher.exists
     several_steps = config.num_iterations > 1 or config.batch.steps_per_generation > 1
@@ -94,11 +110,13 @@ def estimate(args: GRPOArguments, model: Model, rows: Rows, gpu: Gpu, graders: i
         forward_only=old + (config.reference.beta != 0) + (has_teacher and not config.teacher.is_served),
     )
     layout, item = config.batch.layout, args.torch_dtype.itemsize
-    seconds = seconds_of_training(work, gpu, model.decoder, layout, halved.num_micro_batches, passes, item)
+    several = halved.num_micro_batches + (answers.number if answers is not None else 0)
+    seconds = seconds_of_training(work, gpu, model.decoder, layout, several, passes, item)
     return Estimate(
         plan=plan,
         largest=largest,
         fullest=packed,
+        answers=answers,
         memory=run.memory(gpu_bytes),
         engine=engine,
         engine_fits=engine_fits,
@@ -107,7 +125,7 @@ def estimate(args: GRPOArguments, model: Model, rows: Rows, gpu: Gpu, graders: i
         engine_changes=[]
         if engine is None or engine_fits
         else [flags for flags, _ in engines_that_fit(engine, gpu_bytes, layout.world_size)],
-        completion_tokens=work.completion_tokens,
+        completion_tokens=sum(completion for _, completion in half),
         train_seconds=seconds * (1 - saved_by_sharing(plan, config.batch, model, samples)),
         even_stages=even_stages(
             work, run.decoder, layout, lambda at: divides(at) and run.with_training(layout=at).fits(gpu_bytes, *PHASES)
@@ -119,6 +137,13 @@ def estimate(args: GRPOArguments, model: Model, rows: Rows, gpu: Gpu, graders: i
         if engine is None or not engine_fits or config.batch.steps_per_generation > 1
         else _generation_seconds(args, config, model, gpu, prompts, engine, rollouts=2),
     )
+
+
+def _answers(args: GRPOArguments, config: GRPOConfig, given: Sequence[Sample]) -> AnswerBatches:
+    batch, chord = config.batch, config.chord
+    of_step = chord.answers(batch.global_batch_size // batch.micro_batch_size)
+    budget = config.micro_batches.max_tokens_per_micro_batch
+    return AnswerBatches.plan(given, of_step, chord.answers(1), batch.layout, budget)
 
 
 def _of_step(values: Sequence[int], config: GRPOConfig) -> list[int]:

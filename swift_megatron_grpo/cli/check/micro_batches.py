@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from dataclasses import dataclass
+from itertools import chain, cycle, islice
 
 from swift_megatron_grpo.cli.check.model import Model
 from swift_megatron_grpo.cli.estimate.activations import ImageTokens, Tokens
@@ -12,7 +14,7 @@ from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count,
 from swift_megatron_grpo.settings.batches import BatchSizes, MicroBatches
 from swift_megatron_grpo.settings.layout import Layout
 
-Sample = tuple[int, int]  # tokens, and those of its completion
+Sample = tuple[int, int]  # tokens, and those of its completion; of a given answer, those that are trained
 
 
 def micro_batches(
@@ -51,6 +53,39 @@ def fullest(
     room, size = room_of(packing.max_tokens_per_micro_batch, _alignment(batch.layout)), batch.num_generations
     of_rank = max(sum(_tokens(part, plan, samples, size).packed for part in rank) for rank in plan.assignment)
     return max(largest.packed, min(room, of_rank))
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerBatches:
+    """The micro batches of given answers (--chord_sft_dataset), which a step has next to those of completions."""
+
+    largest: Tokens  # whichever answers it takes
+    number: int  # of a step, on one data-parallel rank
+    longest: int  # tokens of an answer
+    of_step: list[Sample]
+
+    @classmethod
+    def plan(
+        cls, answers: Sequence[Sample], of_step: int, together: int, layout: Layout, budget: int | None
+    ) -> AnswerBatches:
+        """Plan `of_step` answers, `together` in a micro batch, or as many as a token budget has room for."""
+        of_rank = math.ceil(of_step / layout.data_parallel)
+        lengths = sorted((tokens for tokens, _ in answers), reverse=True)
+        if budget is None:
+            most = sorted((trained for _, trained in answers), reverse=True)
+            packed, trained = (sum(islice(cycle(values), together)) for values in (lengths, most))
+            number = math.ceil(of_rank / together)
+        else:
+            total = sum(islice(cycle(lengths), of_rank))
+            packed = max(lengths[0], min(room_of(budget, _alignment(layout)), total))
+            trained = math.ceil(packed * max(trained / tokens for tokens, trained in answers))
+            number = math.ceil(total / packed)
+        return cls(Tokens(packed, packed, trained), number, lengths[0], list(islice(cycle(answers), of_step)))
+
+    def joined(self, tokens: Tokens) -> Tokens:
+        """Return what a micro batch has at most, of answers or of completions, of which the largest has `tokens`."""
+        own = self.largest
+        return Tokens(max(tokens.packed, own.packed), max(tokens.keys, own.keys), max(tokens.trained, own.trained))
 
 
 def image_tokens_of(plan: StepPlan, batch: BatchSizes, tokens: Sequence[int]) -> ImageTokens:

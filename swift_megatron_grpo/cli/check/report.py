@@ -53,6 +53,9 @@ def _micro_batches(result: Estimate) -> list[str]:
     lines = [_row("step", f"{number}; the largest has {result.largest.packed:,} tokens{shared}")]
     if result.fullest > result.largest.packed:
         lines.append(_row("", f"memory is for one of {result.fullest:,} tokens, which shorter completions can fill"))
+    if result.answers is not None:
+        more = f"{result.answers.number} micro batches more; the largest has {result.answers.largest.packed:,} tokens"
+        lines.append(_row("answers", more))
     if result.plan.over_budget:
         lines.append(_row("", f"{len(result.plan.over_budget)} samples are alone longer than the token budget"))
     return lines

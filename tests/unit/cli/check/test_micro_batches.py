@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
-from swift_megatron_grpo.cli.check.micro_batches import fullest, image_tokens_of
+import pytest
+
+from swift_megatron_grpo.cli.check.micro_batches import AnswerBatches, fullest, image_tokens_of
 from swift_megatron_grpo.cli.estimate.activations import ImageTokens, Tokens
-from swift_megatron_grpo.packing.plan import StepPlan
+from swift_megatron_grpo.packing.flops import FlopsModel
+from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count, plan_by_tokens
 from swift_megatron_grpo.settings.batches import BatchSizes, MicroBatches
 from swift_megatron_grpo.settings.layout import Layout
 from tests.unit.settings.flags import of
@@ -59,3 +63,38 @@ def test_a_micro_batch_has_no_more_tokens_than_its_rank() -> None:
 
 def test_samples_over_budget_and_micro_batches_by_count_stay_as_planned() -> None:
     assert most(PAIRS, 2048) == most(PAIRS, None) == 2 * 2176
+
+
+FLOPS = FlopsModel.of_transformer(
+    num_layers=2, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, vocab_size=512, num_query_groups=2,
+    kv_channels=16, gated_linear_unit=True,
+)  # fmt: skip
+ANSWERS = [(300, 100), (900, 800), (200, 150), (700, 100), (400, 300), (100, 90)]
+
+
+@pytest.mark.parametrize("budget", [None, 512, 1024, 4096])
+def test_no_micro_batch_of_answers_is_larger_than_the_one_of_the_plan(budget: int | None) -> None:
+    """Whichever answers a step takes; and the steps that take the longest ones reach it."""
+    layout, of_step = Layout(2), 8
+    planned = AnswerBatches.plan(ANSWERS, of_step, together=2, layout=layout, budget=budget)
+    largest = []
+    for seed in range(300):
+        order = random.Random(seed).sample(ANSWERS, len(ANSWERS))
+        taken = (order + order)[:of_step]
+        lengths = [tokens for tokens, _ in taken]
+        if budget is None:
+            plan = plan_by_count(of_step, 2, 2)
+        else:
+            plan = plan_by_tokens(lengths, 2, budget, FLOPS, Alignment.of_layout(1, 1, False))
+        for part in (part for rank in plan.assignment for part in rank):
+            largest.append((sum(lengths[place] for place in part), sum(taken[place][1] for place in part)))
+    assert max(packed for packed, _ in largest) <= planned.largest.packed
+    assert max(trained for _, trained in largest) <= planned.largest.trained
+    assert max(packed for packed, _ in largest) > 0.75 * planned.largest.packed
+    assert planned.longest == 900 and len(planned.of_step) == of_step
+
+
+def test_a_rank_needs_memory_for_its_largest_micro_batch_of_either_kind() -> None:
+    answers = AnswerBatches.plan(ANSWERS, 4, together=1, layout=Layout(1), budget=None)
+    assert answers.joined(Tokens(500, 800, 400)) == Tokens(900, 900, 800)
+    assert answers.joined(Tokens(2000, 2500, 1000)) == Tokens(2000, 2500, 1000)
