@@ -20,6 +20,7 @@ FOLDER, INDEX, LARGE_PAGE = Path("docs/recipes"), "index.md", "large.md"
 FILES, WRITTEN = "benchmarks/*/parts/recipe-*.json", "<!-- Written by `python -m benchmarks.recipes report`. -->"
 NOT_RUN = "not run yet"
 LAST = 50  # steps
+WINDOW, REACHED = 20, 0.2  # steps, and a mean reward of so many, which tells how fast a task is learned
 Run = dict[str, Any]
 INTRODUCTION = f"""\
 # Recipes
@@ -170,11 +171,18 @@ def _mean(values: Sequence[float], form: str) -> str:
     return format(statistics.fmean(values), form) if values else ""
 
 
+def _steps_to(rewards: Sequence[float]) -> str:
+    """Return after how many steps the mean reward of the last ones reaches a value."""
+    ends = range(WINDOW, len(rewards) + 1)
+    return next((str(end) for end in ends if statistics.fmean(rewards[end - WINDOW : end]) >= REACHED), "not reached")
+
+
 def _comparison(recipe: Recipe, run: Run, other: Run) -> str:
     columns: dict[str, Callable[[Run], str]] = {
         "recipe": lambda one: f"[`{one['recipe']}`]({one['recipe']}.md)",
         "accuracy before": lambda one: f"{one['held_out'][0]['accuracy']:.1%}",
         "after": lambda one: f"{one['held_out'][-1]['accuracy']:.1%}",
+        f"steps to a reward of {REACHED}": lambda one: _steps_to(one["reward"]),
         f"reward, last {LAST} steps": lambda one: _mean(one["reward"][-LAST:], ".3f"),
         "groups of equal rewards": lambda one: _mean(one["uniform"][-LAST:], ".0%"),
         "training, minutes": lambda one: f"{one['seconds'][-1] / 60:.1f}",
