@@ -2,7 +2,9 @@
 # Run everything that must hold before a change goes in, on two CPU cores and without an accelerator. Cheap stages come
 # first; the first stage that fails ends the run.
 #   scripts/test.sh                             the stages on the locked packages; of dist and e2e a choice, see --short
-#   scripts/test.sh --all                       all of them, also on other versions of megatron-core, as CI
+#   scripts/test.sh --ci [STAGE...]             all stages or these, also on other versions of megatron-core, without
+#                                               tests marked `nightly`: .ci/run, in 25 minutes
+#   scripts/test.sh --all [STAGE...]            all tests of all stages or of these, as every night
 #   scripts/test.sh --quick                     checks, short unit and contract files, one layout, one training run
 #   scripts/test.sh STAGE... [pytest arguments] stages: checks docs unit contract dist e2e core-0.19.2 core-0.16.1
 #   scripts/test.sh -k packing                  pytest arguments go to every pytest stage
@@ -11,21 +13,22 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 all=(checks docs unit contract dist e2e core-0.19.2 core-0.16.1)
-stages=() quick=""
+stages=() quick="" every_stage="" chosen=() # chosen: options of tests/conftest.py
 quick_seconds=8 # of the files that --quick runs, in tests/durations.json
 while [ $# -gt 0 ]; do
     case $1 in
         --quick) quick=1 ;;
-        --all) stages=("${all[@]}") ;;
+        --all) chosen=() every_stage=1 ;;
+        --ci) chosen=(--without-nightly) every_stage=1 ;;
         checks | docs | unit | contract | dist | e2e | core-0.19.2 | core-0.16.1) stages+=("$1") ;;
         *) break ;;
     esac
     shift
 done
-short=()
-if [ ${#stages[@]} = 0 ]; then
-    stages=(checks docs unit contract dist e2e)
-    short=(--short) # an option of tests/conftest.py
+if [ ${#stages[@]} = 0 ] && [ -n "$every_stage" ]; then
+    stages=("${all[@]}")
+elif [ ${#stages[@]} = 0 ]; then
+    stages=(checks docs unit contract dist e2e) chosen=(--short)
 fi
 code=(swift_megatron_grpo scripts benchmarks templates tests)
 
@@ -87,7 +90,7 @@ tests_of() { # tests_of PYTEST_ARGUMENT...: several workers, without what is mar
     local core='import importlib.util as u, runpy; [root] = u.find_spec("megatron").submodule_search_locations[:1]
 print(runpy.run_path(f"{root}/core/package_info.py")["__version__"])'
     echo "megatron.core $(python -c "$core"), Python $(python -c 'import platform; print(platform.python_version())')"
-    "${pytest[@]}" --alone no "${short[@]}" "${workers[@]}" "$@"
+    "${pytest[@]}" --alone no "${chosen[@]}" "${workers[@]}" "$@"
 }
 
 tests() { # tests "FOLDER..." ARGUMENT...: several workers
@@ -103,42 +106,48 @@ alone() { # alone "FOLDER..." ARGUMENT...: what measures time, on one worker
     read -ra folders <<<"$1"
     mapfile -t files < <(grep -rl --include 'test_*.py' 'mark\.alone' "${folders[@]/#/tests/}")
     [ ${#files[@]} -gt 0 ] || return 0
-    "${pytest[@]}" "${files[@]}" --alone yes "${short[@]}" "${one_worker[@]}" "${@:2}" || status=$?
+    "${pytest[@]}" "${files[@]}" --alone yes "${chosen[@]}" "${one_worker[@]}" "${@:2}" || status=$?
     [ "$status" = 5 ] || return "$status"
 }
 
 # What depends on the version of megatron-core: its seams, a choice of layouts, the golden steps, runs of the real
-# command, and parity with ms-swift's own trainer.
+# command, and parity with ms-swift's own trainer. --ci leaves out what `further` has.
 seams=(tests/contract/test_{megatron_seam,swift_seam,images_seam,linear_attention,shared_prompts,stock_losses}.py)
 units=(tests/unit/platforms tests/unit/training/memory tests/unit/training/upstream_fixes
     tests/unit/training/head/test_logprob.py tests/unit/training/test_trained_weights.py
     tests/unit/training/moe/test_{expert_chunks,router_replay}.py)
 layout=tests/dist/test_layouts.py::test_a_layout_matches_one_rank
-layouts=("$layout["{dense,moe}-{full,lora}-tp2+sp"]" "$layout["dense-full-{pp2+vpp2,cp2,dp2+overlap}"]"
-    "$layout["moe-full-{dp2+ep2,tp2+sp+etp2}"]")
+golden=tests/dist/test_engine_runs.py::test_ten_steps_match_the_golden_file
 shapes=tests/dist/test_stage_shapes.py::test_shapes_are_exchanged_in_the_first_pass_alone
-ranks=(tests/dist/test_{engine_runs,flat_optimizer,row_dispatch,newer_transformer_engine}.py
-    "$shapes[2-pp2]" "$shapes[2-pp2+vpp2]"
-    "tests/dist/test_router_replay.py::test_a_given_routing_has_the_same_effect_on_every_layout[lora-tp2+sp]"
-    "tests/dist/test_router_replay.py::test_a_recorded_pass_is_replayed_bit_by_bit[lora-recompute]"
-    "${layouts[@]}")
-runs=(tests/e2e/test_parity.py tests/e2e/test_cli.py::test_{lora_trains_with_data_parallelism,experts_train_in_parallel}
-    tests/e2e/test_cli.py::test_a_pipeline_trains_with_tensor_parallel_vllm)
+replay=tests/dist/test_router_replay.py
+replayed="$replay::test_a_given_routing_has_the_same_effect_on_every_layout[lora-tp2+sp]"
+numbers=tests/e2e/test_parity.py::test_numbers_match_the_stock_trainer
+command=tests/e2e/test_cli.py::test
+ranks=("$layout["dense-{lora-tp2+sp,full-tp2+cp2,full-pp2+vpp2+dp2+tokens64}"]"
+    "$layout["moe-full-{dp2+ep2+cpu_adam,tp2+sp+etp2}"]" "$golden" "$shapes[2-pp2+vpp2]" "$replayed"
+    tests/dist/test_{flat_optimizer,row_dispatch,newer_transformer_engine}.py)
+runs=("$numbers" "$command"_{a_pipeline_trains_with_tensor_parallel_vllm,experts_train_in_parallel})
+further=("$layout["{dense,moe}-full-tp2+sp"]" "$layout["moe-{lora-tp2+sp,full-dp2+ep2}"]"
+    "$layout["dense-full-{pp2+vpp2,cp2,dp2+overlap}"]" tests/dist/test_engine_runs.py
+    "$shapes[2-pp2]" "$replay::test_a_recorded_pass_is_replayed_bit_by_bit[lora-recompute]"
+    "$command"_lora_trains_with_data_parallelism tests/e2e/test_parity.py)
 
 other_core() { # other_core VERSION PYTEST_ARGUMENT...
     local -x PYTHONPATH="$PWD/.stacks/megatron-core-$1${PYTHONPATH:+:$PYTHONPATH}"
+    local more=()
+    [ ${#chosen[@]} -gt 0 ] || more=("${further[@]}")
     share_servers "$1"
     preload upstream trainer # tests/dist would wait for the second, with one core idle
-    tests_of "${seams[@]}" "${units[@]}" "${ranks[@]}" "${runs[@]}" "${@:2}"
+    tests_of "${seams[@]}" "${units[@]}" "${ranks[@]}" "${runs[@]}" "${more[@]}" "${@:2}"
 }
 
 if [ -n "$quick" ]; then
     preload upstream trainer # for tests/dist
     checks
     step "pytest" "${pytest[@]}" tests/unit tests/contract \
-        "tests/dist/test_layouts.py::test_a_layout_matches_one_rank[dense-full-tp2+sp]" \
+        "tests/dist/test_layouts.py::test_a_layout_matches_one_rank[dense-full-tp2+sp+recompute]" \
         tests/e2e/test_cli.py::test_lora_trains_with_data_parallelism --longest-file $quick_seconds --alone no \
-        "${workers[@]}" "$@"
+        --without-nightly "${workers[@]}" "$@"
     exit
 fi
 if [ "${stages[0]}" = checks ] && [ ${#stages[@]} -gt 1 ]; then
@@ -149,10 +158,10 @@ if [ "${stages[0]}" = checks ] && [ ${#stages[@]} -gt 1 ]; then
     esac
 fi
 # Two neighbours run as one: a start of three workers takes 10 s, and the last files of a stage leave workers idle.
-chosen=" ${stages[*]} "
-chosen=${chosen/ unit contract / unit+contract }
-chosen=${chosen/ dist e2e / dist+e2e }
-read -ra stages <<<"$chosen"
+joined=" ${stages[*]} "
+joined=${joined/ unit contract / unit+contract }
+joined=${joined/ dist e2e / dist+e2e }
+read -ra stages <<<"$joined"
 folders=()
 for stage in "${stages[@]}"; do
     case $stage in

@@ -57,12 +57,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--longest-file", type=float, help="leave out unit and contract tests of files that took more seconds"
     )
-    parser.addoption("--short", action="store_true", help="leave out `thorough` tests, and most cases in dist and e2e")
+    parser.addoption("--without-nightly", action="store_true", help="leave out tests that are marked `nightly`")
+    parser.addoption(
+        "--short", action="store_true", help="leave out `nightly` and `thorough` tests, and most cases in dist and e2e"
+    )
     parser.addoption("--store-durations", action="store_true", help="write durations.json after folders have passed")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order the files, and apply --alone, --longest-file and --short."""
+    """Order the files, and apply --alone, --longest-file, --without-nightly and --short."""
     durations = {DURATIONS.parent / name: seconds for name, seconds in json.loads(DURATIONS.read_text()).items()}
     items.sort(key=lambda item: -durations.get(item.path, 0.0))
     kept = list(items)
@@ -71,6 +74,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if longest := config.getoption("--longest-file"):
         slow = {path for path, seconds in durations.items() if seconds > longest}
         kept = [item for item in kept if item.path not in slow or _stage(item) not in ("unit", "contract")]
+    if config.getoption("--without-nightly") or config.getoption("--short"):
+        kept = [item for item in kept if not item.get_closest_marker("nightly")]
     if config.getoption("--short"):
         kept = _some_cases([item for item in kept if not item.get_closest_marker("thorough")])
     chosen = set(kept)

@@ -29,8 +29,20 @@ def test_jobs_cover_every_stage_of_the_tests() -> None:
     stages = {python: [s for j in jobs if j["python"] == python for s in j["stages"].split()] for python in PYTHONS}
     [all_stages] = re.findall(r"^all=\((.*)\)$", (REPOSITORY / "scripts" / "test.sh").read_text(), re.MULTILINE)
     assert stages["3.12"] == all_stages.split()
-    assert "run: scripts/test.sh ${{ matrix.stages }}" in (REPOSITORY / ".github/workflows/test.yml").read_text()
+    run = "run: scripts/test.sh ${{ inputs.choice || '--ci' }} ${{ matrix.stages }}"
+    assert run in (REPOSITORY / ".github/workflows/test.yml").read_text()
     assert stages["3.11"] == ["unit", "contract", "dist", "e2e", "core-0.16.1"]  # what pip installs there
+
+
+def test_every_night_runs_the_tests_that_a_change_leaves_out() -> None:
+    called = load(".github/workflows/nightly.yml")["jobs"]["test"]
+    assert called == {"uses": "./.github/workflows/test.yml", "with": {"choice": "--all"}}
+    script = (REPOSITORY / "scripts" / "test.sh").read_text()
+    assert re.findall(r"^ +--(\w+)\) chosen=\((.*)\) every_stage=1", script, re.MULTILINE) == [
+        ("all", ""),
+        ("ci", "--without-nightly"),
+    ]
+    assert (REPOSITORY / ".ci" / "run").read_text().endswith('/scripts/test.sh" --ci\n')
 
 
 def test_every_other_megatron_has_a_folder_and_a_stage() -> None:
@@ -74,4 +86,5 @@ def test_actions_are_pinned_by_commit_with_their_version() -> None:
     workflows = sorted((REPOSITORY / ".github" / "workflows").glob("*.yml"))
     used = [line for file in workflows for line in file.read_text().splitlines() if "uses:" in line]
     assert len(used) > 5
-    assert not [line for line in used if not re.search(r"uses: [\w/.-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+$", line)]
+    pinned = r"uses: ([\w/.-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+|\./\.github/workflows/\w+\.yml)$"
+    assert not [line for line in used if not re.search(pinned, line)]
