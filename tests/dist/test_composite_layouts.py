@@ -17,6 +17,7 @@ from tests.dist.conftest import LEARNING_RATE, Ranks, selected, selected_layouts
 from tests.dist.test_gradients import torch_weights
 from tests.forking.client import run_script
 from tests.paths import PROGRAMS
+from tests.support.choice import covering, rest_nightly
 
 pytestmark = pytest.mark.dist
 LAYOUTS = {
@@ -35,6 +36,7 @@ LAYOUTS = {
 }
 KINDS = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen2_5_vl", "deepseek", *OMNI]
 CASES = [(kind, tuner, layout) for (kind, tuner), layouts in LAYOUTS.items() for layout in layouts]
+MARKED = rest_nightly(CASES, covering(CASES))
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,7 @@ def finished(ranks: Ranks, request: pytest.FixtureRequest) -> Ranks:
     return ranks
 
 
-@pytest.mark.parametrize(("kind", "tuner", "layout"), CASES, ids=["-".join(case) for case in CASES])
+@pytest.mark.parametrize(("kind", "tuner", "layout"), MARKED, ids=["-".join(case) for case in CASES])
 def test_a_layout_matches_one_rank(finished: Ranks, kind: str, tuner: str, layout: str) -> None:
     difference = compare(layout, str(finished.folder / f"{kind}-{tuner}"))
     bound = 1e-6 if kind in OMNI else 1e-5

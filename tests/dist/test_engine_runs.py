@@ -10,6 +10,7 @@ import pytest
 
 from tests.dist.conftest import REFERENCE_LAYOUTS, Ranks
 from tests.paths import GOLDEN
+from tests.support.choice import rest_nightly
 from tests.support.runs import first_weights
 
 pytestmark = pytest.mark.dist
@@ -95,7 +96,9 @@ def test_unusual_batches_train_or_raise_clear_errors(ranks: Ranks, rank: int) ->
     assert math.isfinite(report["after"]["loss"])
 
 
-@pytest.mark.parametrize("layouts", REFERENCE_LAYOUTS)
+@pytest.mark.parametrize(
+    "layouts", rest_nightly(list(REFERENCE_LAYOUTS), ["pp2 vpp2, reference tp2", "ep2, reference cp2"])
+)
 def test_a_reference_in_its_own_layout_matches_the_trained_model(ranks: Ranks, layouts: str) -> None:
     kind, flags = REFERENCE_LAYOUTS[layouts]
     ranks.engine(layouts, "reference", 2, ["--beta", "0.1", *flags.split()], kind=kind)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.dist.conftest import LOSS_LAYOUTS, Ranks
+from tests.support.choice import rest_nightly
 
 pytestmark = pytest.mark.dist
 
 
-@pytest.mark.parametrize("layout", LOSS_LAYOUTS)
+@pytest.mark.parametrize("layout", rest_nightly(LOSS_LAYOUTS, ["tp2+sp", "pp2", "cp2", "dp2", "mbs8+shared"]))
 def test_a_layout_matches_one_rank(ranks: Ranks, layout: str) -> None:
     one, other = (ranks.losses(name) for name in ("one", layout))
     assert len(one) == 20 and set(one) == set(other)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.dist.conftest import Ranks
+from tests.support.choice import rest_nightly
 
 pytestmark = pytest.mark.dist
 RUNS = {
@@ -23,6 +24,8 @@ RUNS = {
     "lora tp2": (2, ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"], {"added", "frozen"}),
 }
 
+CHOSEN = ["full dp2 ep2", "full dp2 overlap", "full recompute", "lora tp2"]
+
 
 def run(ranks: Ranks, name: str, fast: bool) -> list[dict[str, Any]]:
     number, flags, _ = RUNS[name]
@@ -33,7 +36,7 @@ def run(ranks: Ranks, name: str, fast: bool) -> list[dict[str, Any]]:
     return [ranks.report(label, rank) for rank in range(number)]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", rest_nightly(list(RUNS), CHOSEN))
 def test_the_product_of_all_experts_trains_like_a_product_for_each(ranks: Ranks, name: str) -> None:
     grouped, each = run(ranks, name, fast=True), run(ranks, name, fast=False)
     for found, expected in zip(grouped, each, strict=True):

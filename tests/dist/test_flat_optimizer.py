@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.dist.conftest import Ranks
+from tests.support.choice import rest_nightly
 
 ALL_EXPERTS = ["--beta", "0.1", "--target_modules", "all-linear", "--moe_grouped_gemm", "true"]
 LONGER = ["--train_iters", "8"]  # with 2, the learning rate of later steps is 0
@@ -31,13 +32,11 @@ CASES = {
     ),
     "all weights in fp32": (1, "dense-shallow", "full", "float32", ["--beta", "0.1"]),
 }
-SHORT = ("adapters on tp2", "all weights on dp2+ep2")
+CHOSEN = ("adapters on tp2", "all weights on dp2+ep2")
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "case", [case if case in SHORT else pytest.param(case, marks=pytest.mark.thorough) for case in CASES]
-)
+@pytest.mark.parametrize("case", rest_nightly(list(CASES), CHOSEN))
 def test_steps_equal_those_over_single_parameters(ranks: Ranks, case: str) -> None:
     count, kind, tuner, dtype, extra = CASES[case]
     job = f"flat-{case.replace(' ', '-')}"

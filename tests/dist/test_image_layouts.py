@@ -19,6 +19,7 @@ from tests.dist.conftest import EVERYTHING, LEARNING_RATE, Ranks, selected, sele
 from tests.dist.test_gradients import torch_weights
 from tests.forking.client import run_script
 from tests.paths import PROGRAMS
+from tests.support.choice import covering, rest_nightly
 
 pytestmark = pytest.mark.dist
 LAYOUTS = {
@@ -41,6 +42,7 @@ LAYOUTS = {
 HEARING = "thinker.audio_tower."
 VISION_TOWERS = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.", "thinker.visual.", HEARING)
 CASES = [(kind, tuner, layout) for (kind, tuner), layouts in LAYOUTS.items() for layout in layouts]
+MARKED = rest_nightly(CASES, covering(CASES))
 KINDS = [kind for kind, tuner in LAYOUTS if tuner == "full"]
 
 
@@ -69,7 +71,7 @@ def finished(ranks: Ranks, request: pytest.FixtureRequest) -> Ranks:
     return ranks
 
 
-@pytest.mark.parametrize(("kind", "tuner", "layout"), CASES, ids=["-".join(case) for case in CASES])
+@pytest.mark.parametrize(("kind", "tuner", "layout"), MARKED, ids=["-".join(case) for case in CASES])
 def test_a_layout_matches_one_rank(finished: Ranks, kind: str, tuner: str, layout: str) -> None:
     difference = compare(layout, str(finished.folder / f"{kind}-{tuner}-images"))
     assert difference.loss <= 1e-6 and difference.weights <= 1e-6, difference

@@ -12,6 +12,7 @@ import torch
 from swift_megatron_grpo.cli.check_layouts.command import compare
 from swift_megatron_grpo.cli.check_layouts.layouts import Variant
 from tests.dist.conftest import Ranks, selected
+from tests.support.choice import covering, rest_nightly
 
 pytestmark = pytest.mark.dist
 LAYOUTS = {
@@ -21,6 +22,15 @@ LAYOUTS = {
 }  # fmt: skip
 CASES = [(tuner, layout) for tuner, layouts in LAYOUTS.items() for layout in layouts]
 WITH_ONE = [(tuner, layout) for tuner, layouts in LAYOUTS.items() for layout in ("one", *layouts)]
+CHOSEN = covering(CASES, also=[("lora", layout) for layout in LAYOUTS["lora"]])
+LAYOUT = pytest.mark.parametrize(
+    ("tuner", "layout"), rest_nightly(CASES, CHOSEN), ids=["-".join(case) for case in CASES]
+)
+LAYOUT_OR_ONE = pytest.mark.parametrize(
+    ("tuner", "layout"),
+    rest_nightly(WITH_ONE, [*CHOSEN, ("full", "one"), ("lora", "one")]),
+    ids=["-".join(case) for case in WITH_ONE],
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +53,13 @@ def recorded(folder: Path, layout: str) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize(("tuner", "layout"), CASES, ids=["-".join(case) for case in CASES])
+@LAYOUT
 def test_a_given_routing_has_the_same_effect_on_every_layout(folder: Path, layout: str) -> None:
     difference = compare(layout, str(folder))
     assert difference.loss <= 1e-6 and difference.grad_norm <= 1e-6 and difference.weights <= 1e-6
 
 
-@pytest.mark.parametrize(("tuner", "layout"), WITH_ONE, ids=["-".join(case) for case in WITH_ONE])
+@LAYOUT_OR_ONE
 def test_a_recorded_pass_is_replayed_bit_by_bit(folder: Path, layout: str) -> None:
     for rank in recorded(folder, layout):
         assert rank["replayed"] == rank["logprobs"]
@@ -58,7 +68,7 @@ def test_a_recorded_pass_is_replayed_bit_by_bit(folder: Path, layout: str) -> No
             assert np.array_equal(rank["same"][index], rows)
 
 
-@pytest.mark.parametrize(("tuner", "layout"), WITH_ONE, ids=["-".join(case) for case in WITH_ONE])
+@LAYOUT_OR_ONE
 def test_replay_holds_the_experts_when_routers_have_moved(folder: Path, layout: str) -> None:
     for rank in recorded(folder, layout):
         for index, rows in rank["rows"].items():
@@ -66,7 +76,7 @@ def test_replay_holds_the_experts_when_routers_have_moved(folder: Path, layout: 
             assert (np.sort(rank["own"][index]) != np.sort(rows)).any(-1).mean() > 0.2
 
 
-@pytest.mark.parametrize(("tuner", "layout"), CASES, ids=["-".join(case) for case in CASES])
+@LAYOUT
 def test_every_layout_records_the_experts_of_one_rank(folder: Path, layout: str) -> None:
     [one] = recorded(folder, "one")
     whole = {index: np.full_like(rows, -1) for index, rows in one["rows"].items()}

@@ -8,6 +8,7 @@ import pytest
 
 from swift_megatron_grpo.cli.check_layouts.layouts import Task, task
 from tests.dist.conftest import Ranks, selected
+from tests.support.choice import rest_nightly
 
 pytestmark = pytest.mark.dist
 EP2 = ["--expert_model_parallel_size", "2"]
@@ -29,6 +30,14 @@ CASES: dict[int, dict[str, tuple[str, list[str], dict[str, Any]]]] = {
     },
     4: {"dp4+ep4": ("full", ["--expert_model_parallel_size", "4"], {})},
 }  # fmt: skip
+NAMES = [(number, name) for number in CASES for name in CASES[number]]
+CHOSEN = [
+    (2, "dp2+ep2, lora"),
+    (2, "dp2+ep2+recompute"),
+    (2, "tp2+sp+ep2"),
+    (2, "dp2+ep2, tokens are dropped"),
+    (2, "a rank without rows+permute"),
+]
 LEFT_TO_MEGATRON = {
     "etp2": [*TP2, "--expert_tensor_parallel_size", "2"],
     "slow kernels": [*EP2, "--fast_kernels", "false"],
@@ -55,7 +64,7 @@ def finished(ranks: Ranks, request: pytest.FixtureRequest) -> Ranks:
     return ranks
 
 
-@pytest.mark.parametrize(("number", "name"), [(number, name) for number in CASES for name in CASES[number]])
+@pytest.mark.parametrize(("number", "name"), rest_nightly(NAMES, CHOSEN))
 def test_the_step_is_the_same_with_fewer_rows(finished: Ranks, number: int, name: str) -> None:
     once, each = (finished.report(f"rows-{name}-{sent_once}", 0) for sent_once in (True, False))
     assert once["dispatchers"] == ["RowDispatcher"] and each["dispatchers"] == ["MoEAlltoAllTokenDispatcher"]

@@ -18,6 +18,7 @@ from tests.dist.conftest import EVERYTHING, Ranks, selected
 from tests.forking.client import run_script
 from tests.paths import PROGRAMS
 from tests.programs.dist.saved_families import DEFAULTS, STOP, changed
+from tests.support.choice import rest_nightly
 from tests.support.runs import template_of
 
 pytestmark = pytest.mark.dist
@@ -28,6 +29,10 @@ SAMPLING = {name: value for name, value in DEFAULTS.items() if name != "do_sampl
 # Experts that transformers has in one tensor, where the modules of these names are not theirs alone, or of types for
 # which peft does not convert adapters: it leaves these adapters out without an error. docs/lora.md says so.
 NOT_IN_PEFT = ("deepseek_v3", "glm4v_moe", "qwen3_next", "qwen3_5_moe", "qwen3_vl_moe", "qwen3_omni_moe")
+
+ONE_OF_EACH_FAMILY = ["qwen3", "qwen3_moe", "deepseek_v3", "qwen2_5_vl", "glm4v", "qwen3_5_moe", "qwen3_omni_moe",
+                      "internvl"]  # fmt: skip
+TYPE = pytest.mark.parametrize("kind", rest_nightly(TYPES, ONE_OF_EACH_FAMILY))
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +69,13 @@ def reports(saved: Path, kinds: list[str]) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@TYPE
 def test_a_saved_model_is_the_trained_one_in_plain_transformers(reports: dict[str, Any], kind: str) -> None:
     bound = 2e-6 if kind in OMNI else 2e-5
     assert reports[kind]["whole"] < bound and reports[kind]["merged"] < bound
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@TYPE
 def test_every_tensor_is_saved_with_its_trained_values(saved: Path, kind: str) -> None:
     before = load_file(saved / kind / "model.safetensors")
     after = load_file(saved / f"{kind}-full" / "checkpoint-0" / "model.safetensors")
@@ -81,12 +86,12 @@ def test_every_tensor_is_saved_with_its_trained_values(saved: Path, kind: str) -
         assert torch.allclose(tensor.float(), expected, rtol=1e-6, atol=1e-7), name
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@TYPE
 def test_other_files_are_those_of_the_source(reports: dict[str, Any], kind: str) -> None:
     assert reports[kind]["other files"] == []
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@TYPE
 def test_vllm_samples_with_the_defaults_of_the_source(saved: Path, kind: str) -> None:
     for name in (kind, f"{kind}-full/checkpoint-0", f"{kind}-lora/checkpoint-0-merged"):
         defaults = ModelConfig(str(saved / name)).get_diff_sampling_param()
@@ -103,7 +108,7 @@ def test_vllm_generates_with_the_defaults_of_the_source(saved: Path, kind: str) 
     assert len(generated["completion"]) == 8 or generated["completion"][-1] in STOP["eos_token_id"]
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@TYPE
 def test_an_adapter_is_the_trained_one_in_peft(reports: dict[str, Any], kind: str) -> None:
     adapter, weights = reports[kind]["adapter"], reports[kind]["weights"]
     if kind in NOT_IN_PEFT:

@@ -11,10 +11,13 @@ import pytest
 from swift_megatron_grpo.cli.check_layouts.layouts import Task, Variant, task
 from swift_megatron_grpo.training.stage_shapes import SENDS_END_BEFORE_MEMORY_IS_FREED
 from tests.dist.conftest import Ranks, selected
+from tests.support.choice import rest_nightly
 
 LAYOUTS = {2: ["pp2", "pp2+vpp2"], 4: ["pp4", "tp2+sp+pp2", "pp2+cp2", "pp2+vpp2+dp2+tokens64"]}
 CASES = [(ranks, layout) for ranks, layouts in LAYOUTS.items() for layout in layouts]
 TRAIN_FIRST = [(ranks, f"pp{ranks}") for ranks in LAYOUTS]
+CHOSEN = [(2, "pp2"), (2, "pp2+vpp2"), (4, "tp2+sp+pp2")]
+LAYOUT = pytest.mark.parametrize(("number", "layout"), rest_nightly(CASES, CHOSEN))
 pytestmark = pytest.mark.dist
 
 
@@ -70,12 +73,12 @@ def are_first(train: Sequence[bool]) -> list[bool]:
     return [backward not in train[:number] for number, backward in enumerate(train)]
 
 
-@pytest.mark.parametrize(("number", "layout"), CASES)
+@LAYOUT
 def test_shapes_are_exchanged_in_the_first_pass_alone(finished: Ranks, number: int, layout: str) -> None:
     check_exchanges(reports(finished, number, layout, "right"), RUNS["right"].train, needs_exchanges(layout))
 
 
-@pytest.mark.parametrize(("number", "layout"), TRAIN_FIRST)
+@pytest.mark.parametrize(("number", "layout"), rest_nightly(TRAIN_FIRST, TRAIN_FIRST[:1]))
 def test_passes_with_backward_that_come_first_are_compared_alone(finished: Ranks, number: int, layout: str) -> None:
     check_exchanges(reports(finished, number, layout, "train-first"), RUNS["train-first"].train, needed=False)
 
@@ -88,7 +91,7 @@ def check_exchanges(of_ranks: Sequence[dict[str, Any]], train: Sequence[bool], n
         assert report["warnings"] == []
 
 
-@pytest.mark.parametrize(("number", "layout"), CASES)
+@LAYOUT
 def test_the_host_waits_for_the_gpu_in_exchanges_of_shapes_alone(finished: Ranks, number: int, layout: str) -> None:
     """It has no wait in later passes, unless virtual stages need that of the exchange."""
     for run in runs_of(number, layout):
@@ -97,7 +100,7 @@ def test_the_host_waits_for_the_gpu_in_exchanges_of_shapes_alone(finished: Ranks
             assert report["batch_p2p_sync"] is False
 
 
-@pytest.mark.parametrize(("number", "layout"), CASES)
+@LAYOUT
 def test_a_pipeline_with_another_shape_on_one_stage_always_exchanges(finished: Ranks, number: int, layout: str) -> None:
     right, wrong = (reports(finished, number, layout, run) for run in ("right", "wrong"))
     for rank, (with_plan, report) in enumerate(zip(right, wrong, strict=True)):
