@@ -61,6 +61,7 @@ def test_flags_without_effect_are_noted_and_the_numbers_are_the_same(plain: Fini
         assert note in noted.output and note not in plain.output
 
 
+@pytest.mark.nightly
 def test_optimizer_states_on_cpu_start_from_a_megatron_checkpoint(
     noted: Finished, folder: Path, dense: Path, dataset: Path
 ) -> None:
@@ -98,7 +99,7 @@ def low(folder: Path, dense: Path, dataset: Path) -> Finished:
     return train(folder, dense, dataset, "bf16-cpu", *BF16, "--optimizer_cpu_offload", "true", *STATES)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_optimizer_states_on_the_cpu_work_with_the_distributed_optimizer(
     low: Finished, folder: Path, dense: Path, dataset: Path
 ) -> None:
@@ -108,7 +109,7 @@ def test_optimizer_states_on_the_cpu_work_with_the_distributed_optimizer(
         assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_run_with_optimizer_states_on_cpu_resumes_as_if_uninterrupted(
     low: Finished, folder: Path, dense: Path, dataset: Path
 ) -> None:
@@ -146,7 +147,7 @@ def with_long_rows(folder: Path, dataset: Path) -> Path:
     return path
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_long_prompts_are_left_out(folder: Path, dense: Path, with_long_rows: Path) -> None:
     flags = ["--truncation_strategy", "delete", "--train_iters", "5", "--rollout_dump", str(folder / "kept")]
     run = train(folder, dense, with_long_rows, "delete", *flags, "--dataset_shuffle", "false")
@@ -186,7 +187,7 @@ def test_scaled_positions_are_those_of_vllm_and_of_transformers(folder: Path, de
 # ---- sampling
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_completions_match_a_regular_expression(folder: Path, dense: Path, dataset: Path) -> None:
     flags = ["--structured_outputs_regex", "[a-d]{6}", "--log_completions", "true"]
     run = train(folder, dense, dataset, "regex", *flags)

@@ -20,7 +20,7 @@ SETTINGS = ["--tuner_type", "lora", "--lora_rank", "8", "--lora_alpha", "16", "-
 
 @pytest.mark.thorough
 @pytest.mark.e2e
-@pytest.mark.parametrize("sent", ["merged", "alone"])
+@pytest.mark.parametrize("sent", [pytest.param("merged", marks=pytest.mark.nightly), "alone"])
 def test_vllm_scales_a_rank_stabilised_adapter_as_the_trainer(
     sent: str, folder: Path, dense: Path, dataset: Path
 ) -> None:

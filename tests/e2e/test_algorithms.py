@@ -35,7 +35,7 @@ def pipeline(folder: Path, dense: Path, dataset: Path) -> Finished:
     return run
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_pipeline_matches_tensor_parallel_ranks(pipeline: Finished, folder: Path, dense: Path, dataset: Path) -> None:
     """The KL in the reward needs log-probs that only the last stage has; ms-swift subtracts None on the others."""
     layout = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"]

@@ -56,7 +56,7 @@ def versions(rollouts: Path) -> list[set[int]]:
     return [set(pandas.read_json(file, lines=True).weights_version) for file in files]
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_at_staleness_0_the_run_is_bitwise_equal_to_a_synchronous_one(
     folder: Path, dense: Path, dataset: Path, server: RolloutServer
 ) -> None:
@@ -134,7 +134,7 @@ def test_weights_in_flight_reach_completions_that_are_being_generated(
     assert numbers(replay, "actor/approxkl") == numbers(run, "actor/approxkl")
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_one_rollout_ahead_is_corrected_for_its_staleness(
     folder: Path, dense: Path, dataset: Path, server: RolloutServer
 ) -> None:

@@ -86,7 +86,7 @@ def test_grpo_without_megatron_prints_the_same_with_and_without_the_plugin() -> 
     assert "--num_generations" in on[1]
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_another_type_of_rlhf_prints_the_same_also_as_swift_megatron() -> None:
     """`swift megatron` works for every command, not only for GRPO: ms-swift's `swift` script has no such command."""
     command = "megatron rlhf --rlhf_type dpo --model /no/such/model"

@@ -73,7 +73,7 @@ def test_a_saved_model_loads_in_plain_transformers(learned: Finished) -> None:
     assert hf_difference(learned.last_checkpoint)["max"] < 1e-5
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_tensor_of_a_delta_net_that_does_not_arrive_is_detected(folder: Path, qwen3_5: Path, dataset: Path) -> None:
     faults = ["--external_plugins", str(REWARDS), str(PLUGINS / "sync_faults.py")]
     run = megatron_rlhf(qwen3_5, dataset, folder / "faults", 1, [*FP32, *faults], {"FAULTS": "delta net"})
@@ -86,7 +86,7 @@ def test_a_tensor_of_a_delta_net_that_does_not_arrive_is_detected(folder: Path, 
         )
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_resumed_run_matches_an_uninterrupted_one(folder: Path, qwen3_5: Path, dataset: Path) -> None:
     """With LoRA, on two tensor-parallel ranks; only adapters are sent to vLLM."""
     flags = [*FP32, "--sync_check", "canary", "--tuner_type", "lora", "--vllm_enable_lora", "true",
@@ -103,6 +103,7 @@ def test_a_resumed_run_matches_an_uninterrupted_one(folder: Path, qwen3_5: Path,
     }
 
 
+@pytest.mark.nightly
 def test_a_server_of_an_omni_model_gets_the_parts_that_it_holds(folder: Path, dataset: Path) -> None:
     """With limits of 0 for images and videos, it holds the audio part."""
     model = make_model(folder / "hearing", "qwen3_omni_moe")
@@ -147,16 +148,16 @@ def test_a_server_gets_the_towers_if_it_holds_them(folder: Path, dataset: Path, 
 @pytest.mark.parametrize(
     ("kind", "extra"),
     [
-        ("qwen2_5_vl", ""),
         ("qwen3_vl_moe", ""),
-        ("qwen3_omni_moe", ""),
-        pytest.param("qwen2_vl", "", marks=pytest.mark.thorough),
-        pytest.param("qwen3_vl", "", marks=pytest.mark.thorough),
-        pytest.param("glm4v", "", marks=pytest.mark.thorough),
-        pytest.param("glm4v_moe", "", marks=pytest.mark.thorough),
-        pytest.param("internvl", "", marks=pytest.mark.thorough),
-        pytest.param("qwen2_5_omni", "", marks=pytest.mark.thorough),
-        pytest.param("qwen3_omni_moe", "--language_model_only", marks=pytest.mark.thorough),
+        pytest.param("qwen2_5_vl", "", marks=pytest.mark.nightly),
+        pytest.param("qwen3_omni_moe", "", marks=pytest.mark.nightly),
+        pytest.param("qwen2_vl", "", marks=pytest.mark.nightly),
+        pytest.param("qwen3_vl", "", marks=pytest.mark.nightly),
+        pytest.param("glm4v", "", marks=pytest.mark.nightly),
+        pytest.param("glm4v_moe", "", marks=pytest.mark.nightly),
+        pytest.param("internvl", "", marks=pytest.mark.nightly),
+        pytest.param("qwen2_5_omni", "", marks=pytest.mark.nightly),
+        pytest.param("qwen3_omni_moe", "--language_model_only", marks=pytest.mark.nightly),
     ],
 )
 def test_text_of_other_types_is_generated_and_trained_with_equal_numbers(

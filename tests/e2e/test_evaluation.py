@@ -39,7 +39,7 @@ def test_evaluation_logs_rewards_and_does_not_add_training_steps(tmp_path: Path,
         assert {"eval_pass@1", "eval_pass@4"} <= line.keys()
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.e2e
 def test_a_run_with_evaluations_trains_the_same_digits_as_one_without(
     tmp_path: Path, dense: Path, dataset: Path

@@ -32,7 +32,7 @@ def test_completions_match_those_of_ms_swifts_engine(dense: Path) -> None:
     assert "stop" in reasons and all(len(ids) < 20 for _, ids, *_ in stopped["ours"][-3:])
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.e2e
 def test_completions_of_a_server_match_ms_swifts_and_cost_less(dense: Path) -> None:
     report = report_of("rollout", "server_engine", dense)

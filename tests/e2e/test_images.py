@@ -127,6 +127,7 @@ def test_servers_generate_the_same_although_one_is_killed(
     assert 0 < log.count("PUT /grpo/images/") <= 31  # images of the dataset, once each; its completions are more
 
 
+@pytest.mark.nightly
 def test_images_of_later_turns_are_trained_and_others_evaluated(folder: Path, qwen2_5_vl: Path, colours: Path) -> None:
     """A conversation in which the policy samples a placeholder ends: the engine would put an image in its place."""
     dump, showing = folder / "turns", PLUGINS / "showing.py"
@@ -148,7 +149,7 @@ def test_images_of_later_turns_are_trained_and_others_evaluated(folder: Path, qw
     assert "eval_reward" in (run.folder / "logging.jsonl").read_text()
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_conversations_on_a_server_show_images_and_are_generated_ahead(
     folder: Path, qwen2_5_vl: Path, colours: Path
 ) -> None:
@@ -179,9 +180,9 @@ def test_conversations_on_a_server_show_images_and_are_generated_ahead(
         ("glm4v", 2, [*EVERYTHING, "--vllm_tensor_parallel_size", "2"]),
         pytest.param(
             *("glm4v_moe", 2, ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"]),
-            marks=pytest.mark.thorough,
+            marks=pytest.mark.nightly,
         ),
-        pytest.param("internvl", 1, EVERYTHING, marks=pytest.mark.thorough),
+        pytest.param("internvl", 1, EVERYTHING, marks=pytest.mark.nightly),
         ("internvl", 2, ["--pipeline_model_parallel_size", "2", "--vllm_tensor_parallel_size", "2"]),
     ],
     ids=["glm4v", "glm4v_moe", "internvl", "internvl-frozen"],
@@ -256,6 +257,7 @@ def test_images_of_an_omni_model_are_trained_and_a_lost_image_is_detected(
     assert hf_difference(run.folder / saved)["max"] < 1e-5
 
 
+@pytest.mark.nightly
 def test_images_of_an_omni_model_are_generated_by_a_server(folder: Path, colours: Path, omni: Path) -> None:
     limits = ["--vllm_limit_mm_per_prompt", '{"image": 2, "video": 0, "audio": 0}', "--max_length", "128"]
     server = RolloutServer(omni, folder / "omni-server.txt", limits).start()
@@ -282,7 +284,7 @@ def test_the_model_learns_what_only_an_image_shows(folder: Path, qwen2_5_vl: Pat
     assert sum(rewards) / len(rewards) > blind + 0.15, (blind, rewards)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_an_adapter_in_the_tower_is_merged_and_faults_are_detected(folder: Path, colours: Path) -> None:
     """Qwen3-VL, tensor parallel with sequence parallelism: rows of the vision tower reach several layers."""
     model = make_model(folder / "qwen3_vl", "qwen3_vl")
@@ -305,7 +307,7 @@ def test_an_adapter_in_the_tower_is_merged_and_faults_are_detected(folder: Path,
     assert reports["frozen weights that changed"] == []
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_frozen_tower_runs_in_a_pipeline_and_a_resumed_run_matches(
     folder: Path, qwen2_5_vl: Path, colours: Path
 ) -> None:

@@ -79,7 +79,11 @@ def check_taught(steps: list[tuple[dict[str, float], dict[str, float]]]) -> None
     assert any(abs(step["loss"]) > 1e-4 for step, _ in steps)  # it is not trivial
 
 
-@pytest.mark.parametrize("rewards", [["--reward_funcs", "letters"], []], ids=["rewards", "no rewards"])
+@pytest.mark.parametrize(
+    "rewards",
+    [["--reward_funcs", "letters"], pytest.param([], marks=pytest.mark.nightly)],
+    ids=["rewards", "no rewards"],
+)
 def test_a_teachers_numbers_match_the_stock_trainer(
     tmp_path: Path, dense: Path, dataset: Path, rewards: list[str]
 ) -> None:
@@ -88,7 +92,10 @@ def test_a_teachers_numbers_match_the_stock_trainer(
     check_taught(both_trainers(tmp_path, dense, dataset, flags, rewards))
 
 
-@pytest.mark.parametrize(("teacher", "distillation"), [("another", ""), ("the policy", "rlsd"), ("another", "sdar")])
+@pytest.mark.parametrize(
+    ("teacher", "distillation"),
+    [pytest.param("another", "", marks=pytest.mark.nightly), ("the policy", "rlsd"), ("another", "sdar")],
+)
 def test_a_teachers_own_prompt_gives_the_stock_trainers_numbers(
     tmp_path: Path, dense: Path, dataset: Path, teacher: str, distillation: str
 ) -> None:

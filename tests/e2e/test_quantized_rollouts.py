@@ -34,7 +34,7 @@ def test_vllm_in_the_trainer_generates_in_8_bits(folder: Path, dense: Path, data
     check_run(megatron_rlhf(dense, dataset, folder / "colocate", 2, flags))
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_server_must_be_started_with_the_same_flag(folder: Path, dense: Path, dataset: Path) -> None:
     """A run without the flag is refused by the server; the run with it trains."""
     server = RolloutServer(dense, folder / "server.txt", ["--torch_dtype", "bfloat16", *FP8]).start()

@@ -76,7 +76,7 @@ def check(run: Finished, model: Path, parts: tuple[str, ...], trains: tuple[str,
     assert all(name.startswith((*language, *trains)) for name in changed)
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["audio", "mixed"])
+@pytest.mark.parametrize("mixed", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["audio", "mixed"])
 def test_recordings_are_heard_alike_and_a_lost_one_is_detected(folder: Path, omni: Path, mixed: bool) -> None:
     """They have several rates, channels and formats; a row has none to two of them, alone or between images.
 
@@ -113,6 +113,7 @@ def test_later_turns_of_a_conversation_hear_and_see_the_media_of_its_row(folder:
         assert any(thinker[f"{kind}_token_id"] in prompt for prompt in longest)
 
 
+@pytest.mark.nightly
 def test_a_replay_trains_the_same_and_other_recordings_are_refused(folder: Path, omni: Path) -> None:
     dataset, dump = make_dataset(folder / "dumped", [1, 0], [1, 2]), folder / "dump"
     flags = [*FLAGS, *COLOURS, "--tuner_type", "lora"]

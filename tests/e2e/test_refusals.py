@@ -25,7 +25,7 @@ def test_a_setting_that_vllm_refuses_ends_the_run_before_a_model_loads(
     assert "--vllm_engine_kwargs: vLLM refuses max_num_batched_tokens = -1: Input should be greater" in run.output
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.e2e
 def test_rows_that_would_be_dropped_end_the_run_before_a_model_loads(folder: Path, dense: Path, dataset: Path) -> None:
     """The run prints one message. test_torchrun.py refuses it on several ranks."""
@@ -38,7 +38,7 @@ def test_rows_that_would_be_dropped_end_the_run_before_a_model_loads(folder: Pat
     assert run.output.count(message) == 1 and run.output.splitlines()[-1].startswith(message), run.output[-3000:]
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.e2e
 def test_too_few_rows_for_a_step_end_the_run_with_one_message(folder: Path, dense: Path, dataset: Path) -> None:
     (few := folder / "few.jsonl").write_text(dataset.read_text().splitlines()[0])
@@ -62,7 +62,7 @@ orms["mine"] = Mine
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.e2e
 def test_a_reward_that_raises_and_a_model_without_weights_end_the_run(folder: Path, dense: Path, dataset: Path) -> None:
     (plugin := folder / "raises.py").write_text(RAISES)

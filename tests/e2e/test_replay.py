@@ -46,7 +46,7 @@ def test_a_replay_reproduces_the_numbers_of_the_run(folder: Path, dense: Path, d
         assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_resumed_run_continues_the_dump(folder: Path, dense: Path, dataset: Path) -> None:
     """Dynamic sampling gives a rollout several draws; a replay of both halves has exactly their numbers."""
     rollouts, crashed = folder / "canned", folder / "crashed"

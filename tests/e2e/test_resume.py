@@ -145,7 +145,7 @@ def test_killed_and_stopped_runs_continue_to_the_same_digits(inputs: tuple[Path,
     assert "model_config" not in again.output  # which ms-swift logs when it builds the model
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_lora_run_killed_in_generation_continues_in_its_version_folder(
     inputs: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -162,7 +162,7 @@ def test_a_lora_run_killed_in_generation_continues_in_its_version_folder(
     assert saved(folder) == ["checkpoint-3", "checkpoint-6"]
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_completions_of_a_rollout_killed_halfway_are_not_generated_again(
     inputs: tuple[Path, Path], tmp_path: Path
 ) -> None:

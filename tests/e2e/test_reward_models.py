@@ -12,6 +12,7 @@ from swift_megatron_grpo.grading.reward_servers import RewardServer
 from swift_megatron_grpo.grading.rewards import RewardFunctions, call_reward_functions
 from swift_megatron_grpo.settings.reward_models import CLASSIFY, JUDGE, POOLING
 from tests.programs.e2e.judge import Characters
+from tests.support.choice import rest_nightly
 from tests.support.reward_models import encoded, make_adapter, make_classifier, plain_scores
 from tests.support.runs import CANNED, ON_CPU, PLUGINS, megatron_rlhf, read_json_lines
 from tests.support.servers import VllmServe
@@ -88,7 +89,7 @@ KEY = {"SWIFT_REWARD_API_KEY": "a key"}
 LAYOUTS = {"dp2": [], "tp2": ["--tensor_model_parallel_size", "2"], "pp2": ["--pipeline_model_parallel_size", "2"]}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", rest_nightly(list(LAYOUTS), ["pp2"]))
 def test_ranks_share_the_completions_that_a_model_scores(
     folder: Path, dense: Path, dataset: Path, peer: Peer, layout: str
 ) -> None:
@@ -126,7 +127,7 @@ def test_a_model_that_fails_ends_the_run_or_costs_completions(
         assert run.log[0]["rewards/dropped"] == 1 and "rewards/dropped" not in run.log[1]
 
 
-@pytest.mark.parametrize("layout", ["dp2", "tp2"])
+@pytest.mark.parametrize("layout", rest_nightly(["dp2", "tp2"], ["dp2"]))
 def test_models_of_the_ranks_score_as_transformers_does(
     folder: Path, dense: Path, dataset: Path, classifier: Path, layout: str
 ) -> None:

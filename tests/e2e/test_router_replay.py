@@ -52,7 +52,7 @@ def test_the_difference_to_vllm_falls_with_its_experts(folder: Path, dataset: Pa
     assert 0.9 < run.log[0]["rollout/router_agreement"] < 1
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_experts_arrive_from_server_and_dump_as_from_a_colocated_engine(folder: Path, moe: Path, dataset: Path) -> None:
     flags = [*EXACT, *R3, "--steps_per_generation", "2", "--train_iters", "4"]
     local = megatron_rlhf(moe, dataset, folder / "local", 2, [*flags, "--rollout_dump", str(folder / "local dump")])
@@ -118,7 +118,7 @@ def test_runs_that_could_replay_nothing_are_refused(folder: Path, moe: Path, den
     assert run.code != 0 and "vLLM cannot report the experts" in run.output and "prefix caching" in run.output
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_faults_in_experts_and_routers_behind_a_server_are_detected(folder: Path, moe: Path, dataset: Path) -> None:
     """The server uses expert parallelism."""
     sharded = ["--vllm_tensor_parallel_size", "2", "--vllm_enable_expert_parallel", "true", *REPORTS_EXPERTS]

@@ -141,7 +141,7 @@ def test_numbers_of_two_servers_match_colocate_although_one_is_killed(
     servers[0].wait()
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_requests_of_a_stuck_server_are_resent_and_cancelled_on_it(dense: Path, servers: list[RolloutServer]) -> None:
     """One server hangs with half of the requests. They time out and are resent to the other one.
 
@@ -227,7 +227,7 @@ def test_a_server_serves_one_run_at_a_time(dense: Path, servers: list[RolloutSer
 ADAPTER = ["--tuner_type", "lora", "--vllm_enable_lora", "true", "--lr", "1e-2", "--train_iters", "3"]
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_sending_only_the_adapter_matches_between_server_and_colocate(folder: Path, dense: Path, dataset: Path) -> None:
     """Both engines run the trained adapter on the unchanged weights of the checkpoint."""
     server = RolloutServer(dense, folder / "with adapter.txt", ["--vllm_enable_lora", "true"]).start()
@@ -334,7 +334,7 @@ def test_an_unreachable_server_stops_the_command_before_the_model_loads(
     assert "model_config: ModelConfig" not in run.output
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_without_the_plugin_swift_rollout_is_unchanged(dense: Path) -> None:
     """It fails on a CPU as without this package."""
     flags = ["--model", str(dense), "--model_type", "qwen3", "--template", "qwen3"]

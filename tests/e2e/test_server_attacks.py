@@ -326,7 +326,7 @@ def test_weights_that_arrive_slowly_are_no_stuck_engine(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_five_hundred_damaged_requests_change_nothing(server: RolloutServer, trainer: RemoteVllm) -> None:
     """Every answer is 2xx or 4xx. Afterwards the server generates the same tokens, in the same memory."""
     run = trainer._servers.run

@@ -78,7 +78,7 @@ def check_same(remote: tuple[Finished, list[dict[str, Any]]], local: tuple[Finis
     assert all(step["rollout/k3_kl"] < 1e-7 for run in (remote[0], local[0]) for step in run.log)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_an_environment_on_a_server_matches_colocate(
     folder: Path, dense: Path, dataset: Path, riddles: RolloutServer
 ) -> None:

@@ -13,7 +13,7 @@ EXACT = ["--torch_dtype", "float32", "--fp16", "false", "--seed_completions", "t
 STEPS = ["--num_iterations", "2", "--train_iters", "4", "--global_batch_size", "16", "--beta", "0.04"]
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_run_that_shares_prompts_is_that_which_repeats_them(folder: Path, dense: Path, dataset: Path) -> None:
     flags = [*EXACT, *STEPS, "--max_tokens_per_micro_batch", "256", "--tensor_model_parallel_size", "2",
              "--sequence_parallel", "true"]  # fmt: skip

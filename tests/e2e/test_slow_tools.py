@@ -54,7 +54,7 @@ def test_a_tool_that_hangs_ends_the_run_after_the_phases_time(folder: Path, dens
     assert sum(event.startswith("turn 3") for event in events) == 2
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_stops_while_its_tools_hang(folder: Path, dense: Path, dataset: Path, ranks: int) -> None:
     flags = ["--vllm_tensor_parallel_size", str(ranks), "--stop_grace", "10"]

@@ -55,7 +55,7 @@ def test_the_batches_are_those_of_a_run_without_spare_groups(folder: Path, dense
     assert first == 0 and all(0 < spare <= 8 for spare in later)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_servers_generate_the_same_batches(folder: Path, dense: Path, dataset: Path) -> None:
     server = RolloutServer(dense, folder / "server.txt").start().wait()
     try:

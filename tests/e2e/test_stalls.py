@@ -32,7 +32,7 @@ def test_a_run_of_equal_groups_warns_once_and_not_again_when_it_resumes(folder: 
     assert len(resumed.log) == 22 and resumed.output.count(LINE) == 0
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_nothing_is_printed_with_stall_warnings_off(folder: Path, dense: Path, equal: Path) -> None:
     silent = megatron_rlhf(dense, equal, folder / "silent", 1, [*FLAGS, "20", "--stall_warnings", "false"])
     assert silent.code == 0 and silent.output.count(LINE) == 0

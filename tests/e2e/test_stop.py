@@ -35,7 +35,7 @@ def check_stopped(run: Finished, step: int) -> str:
     return line.partition("use the same command with ")[2]
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_signal_to_the_command_stops_all_processes(folder: Path, dense: Path, dataset: Path) -> None:
     """The run then continues from its checkpoint.
 
@@ -86,7 +86,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_step(inputs: tuple[Path, Path,
     assert [line["iteration"] for line in run.log] == ["1/1000", "2/1000"]
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_all_ranks_of_an_engine_give_up_a_generation_that_takes_too_long(
     inputs: tuple[Path, Path, Path],
 ) -> None:
@@ -103,7 +103,7 @@ def test_a_reward_function_that_takes_too_long_is_given_up(inputs: tuple[Path, P
     check_stopped(run, 1)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_second_signal_ends_the_run_at_once(inputs: tuple[Path, Path, Path]) -> None:
     run = stop(inputs, "twice", "step 2, rank 0, generation", [], AGAIN="1")
     assert run.output.count(CAUSE) == 1 and "received a second signal, SIGTERM, and ends at once" in run.output
@@ -117,6 +117,7 @@ def test_a_run_without_training_states_that_nothing_was_saved(inputs: tuple[Path
     assert "; nothing was saved, because no weights have changed" in last_line(run)
 
 
+@pytest.mark.nightly
 def test_a_run_ahead_of_training_stops_and_continues_with_the_same_prompts(
     inputs: tuple[Path, Path, Path], tmp_path: Path
 ) -> None:

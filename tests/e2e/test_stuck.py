@@ -49,7 +49,7 @@ def sections(run: Finished) -> dict[str, str]:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("function", ["sleeps", "awaits"])
+@pytest.mark.parametrize("function", ["sleeps", pytest.param("awaits", marks=pytest.mark.nightly)])
 def test_a_reward_timeout_names_the_function(inputs: tuple[Path, Path, Path], function: str) -> None:
     done = run(inputs, function, ["--reward_funcs", function, "--reward_timeout", "3"])
     assert done.code != 0  # the function would sleep for an hour

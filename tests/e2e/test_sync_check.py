@@ -77,7 +77,7 @@ def test_lost_tensors_and_swapped_experts_are_detected(folder: Path, dataset: Pa
     assert all(step.get("sync_check/mean_diff", 0) < 1e-5 for step in run.log)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @WHERE
 def test_twenty_syncs_of_an_adapter_are_bitwise_exact(folder: Path, dense: Path, dataset: Path, where: str) -> None:
     """The engine matches the trainer bit for bit after each sync, and the base weights do not change."""

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from swift_megatron_grpo.cli.tiny_models import save_tiny_model
 from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
+from tests.support.choice import rest_nightly
 from tests.support.runs import PROBE, REWARDS, Finished, hf_difference, megatron_rlhf
 from tests.support.servers import KEY, RolloutServer
 from tests.support.text_types import IN_VLLM_ON_CPU, save_text_type
@@ -39,7 +40,7 @@ def test_vllm_in_the_trainer_is_refused_before_this_type_loads(folder: Path, dat
     assert "--vllm_mode colocate: " in run.output and "use --vllm_mode server" in run.output
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", rest_nightly(KINDS, ["gpt_oss", "qwen3_next"]))
 def test_a_text_type_is_generated_and_trained_with_equal_numbers(folder: Path, dataset: Path, kind: str) -> None:
     save = save_tiny_model if kind == "qwen3_next" else save_text_type
     model = save(folder / kind, kind)

@@ -45,8 +45,8 @@ def check(run: Finished) -> None:
     [
         ("qwen2_5_vl", 1, EVERYTHING),
         ("qwen3_vl", 2, ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"]),
-        pytest.param("qwen2_vl", 1, ["--vllm_limit_mm_per_prompt", PLANNED], marks=pytest.mark.thorough),
-        pytest.param("qwen3_5", 1, [], marks=pytest.mark.thorough),
+        pytest.param("qwen2_vl", 1, ["--vllm_limit_mm_per_prompt", PLANNED], marks=pytest.mark.nightly),
+        pytest.param("qwen3_5", 1, [], marks=pytest.mark.nightly),
         ("qwen3_omni_moe", 1, ["--tuner_type", "lora", *EVERYTHING]),
     ],
     ids=["qwen2_5_vl", "qwen3_vl", "qwen2_vl", "qwen3_5", "qwen3_omni_moe"],
@@ -96,6 +96,7 @@ def test_an_older_vllm_that_drops_marks_of_videos_is_verified_as_well(folder: Pa
     assert prompts and not any((end, end) in pairwise(prompt) for prompt in prompts)
 
 
+@pytest.mark.nightly
 def test_a_replay_trains_the_same_and_other_videos_are_refused(folder: Path) -> None:
     """A dry run counts the tokens of videos, also of those that no completion has shown."""
     model = make_model(folder / "replayed-model", "qwen3_vl")
@@ -145,9 +146,10 @@ def attack(server: RolloutServer) -> None:
     assert respond(server, "GET", "/health")[0] == 200
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "parts"),
-    [("qwen2_5_vl", EVERYTHING), pytest.param("qwen3_omni_moe", [], marks=pytest.mark.thorough)],
+    [("qwen2_5_vl", EVERYTHING), pytest.param("qwen3_omni_moe", [], marks=pytest.mark.nightly)],
     ids=["qwen2_5_vl", "qwen3_omni_moe"],
 )
 def test_servers_see_the_same_although_one_is_killed(folder: Path, kind: str, parts: list[str]) -> None:
@@ -191,7 +193,7 @@ def test_servers_see_the_same_although_one_is_killed(folder: Path, kind: str, pa
             assert values[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_frozen_image_part_runs_in_a_pipeline_and_a_resumed_run_matches(folder: Path) -> None:
     """With LoRA, a reference policy, two updates per rollout, and an evaluation on videos."""
     model = make_model(folder / "resumed-model", "qwen2_5_vl")

@@ -101,7 +101,7 @@ def closing_line(output: str) -> str:
     return output.rstrip("\n").rpartition("\n")[2]
 
 
-@pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.thorough), 1])
+@pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_a_killed_machine_ends_the_run_with_one_line(folder: Path, killed: int) -> None:
     """Machine 0 has the store of the rendezvous."""
     newest = saved(folder / "output", 20, at=50.0)
@@ -135,7 +135,7 @@ def test_a_machine_that_is_cut_off_is_named_and_the_run_goes_on(folder: Path) ->
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("cut", [0, 1])
+@pytest.mark.parametrize("cut", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_machine_that_stays_away_ends_the_run_everywhere(folder: Path, cut: int) -> None:
     machines = start(folder, "--node_timeout", "12", "--resume", "auto")
     machines[cut].signal(signal.SIGSTOP)
