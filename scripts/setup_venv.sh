@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-test="" recipes=""
+test="" recipes="" installed=""
 case "${1:-}" in
     "") ;;
     --test) test=1 recipes=1 ;;
@@ -51,11 +51,18 @@ changed() {
     [ "$(cat ".venv/$1.stamp" 2>/dev/null)" != "$wanted" ]
 }
 
-# install NAME WHAT PIP_ARGUMENT...
-install() {
+# install_lock NAME WHAT FILE PIP_ARGUMENT...: pip unpacks and compiles on one core, so two install half of the file each
+install_lock() {
     echo "setup_venv: installing $2 into .venv ..."
     SECONDS=0
-    "${pip[@]}" install -qq --no-deps "${@:3}"
+    local half
+    for half in 0 1; do
+        grep '^[^#]' "$3" | awk "NR % 2 == $half" > ".venv/half-$half.lock"
+    done
+    "${pip[@]}" install -qq --no-deps --no-compile -r .venv/half-1.lock "${@:4}" &
+    "${pip[@]}" install -qq --no-deps --no-compile -r .venv/half-0.lock "${@:4}" || { kill $!; exit 1; }
+    wait $!
+    installed=1
     echo "$wanted" > ".venv/$1.stamp"
     echo "setup_venv: installed $2 in ${SECONDS} s"
 }
@@ -76,9 +83,8 @@ if changed "$name" "$lock" requirements/cuda.lock; then
         else
             echo "setup_venv: pip does not find $(grep '^torch==' "$lock"); installing torch's CUDA build"
             replaced=$(sed -n 's/==.*//p' requirements/cuda.lock | paste -sd '|')
-            grep -vE "^($replaced)==" "$lock" > .venv/without-torch.lock
-            pinned=.venv/without-torch.lock
-            arguments=(-r requirements/cuda.lock)
+            { grep -vE "^($replaced)==" "$lock"; cat requirements/cuda.lock; } > .venv/with-cuda.lock
+            pinned=.venv/with-cuda.lock
         fi
     fi
     if .venv/bin/python -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then
@@ -88,21 +94,26 @@ if changed "$name" "$lock" requirements/cuda.lock; then
         grep -v '^megatron-core==' "$pinned" > .venv/without-megatron.lock
         pinned=.venv/without-megatron.lock
     fi
-    install "$name" "$(grep -c '^[^#].*==' "$lock") packages of $name" -r "$pinned" "${arguments[@]}"
+    install_lock "$name" "$(grep -c '^[^#].*==' "$lock") packages of $name" "$pinned" "${arguments[@]}"
 fi
 if [ -n "$test" ] && changed test.lock requirements/test.lock; then
-    install test.lock "$(grep -c '^[^#].*==' requirements/test.lock) packages of test.lock" -r requirements/test.lock
+    install_lock test.lock "$(grep -c '^[^#].*==' requirements/test.lock) packages of test.lock" requirements/test.lock
 fi
 if [ -n "$test" ] && ! command -v cc >/dev/null; then
     echo "no C compiler, which requirements/recipes.lock needs: the tests of templates/plugins/reasoning_task.py skip"
     recipes=""
 fi
 if [ -n "$recipes" ] && changed recipes.lock requirements/recipes.lock; then
-    install recipes.lock "packages of recipes.lock" -r requirements/recipes.lock
+    install_lock recipes.lock "packages of recipes.lock" requirements/recipes.lock
+fi
+if [ -n "$installed" ]; then
+    .venv/bin/python -W ignore -m compileall -qq -j 0 .venv/lib || true # packages have files for other versions of Python, too
 fi
 # Editable: only a change of the metadata asks for a new installation.
 if changed package pyproject.toml swift_megatron_grpo/__init__.py; then
-    install package swift-megatron-grpo --no-build-isolation -e .
+    echo "setup_venv: installing swift-megatron-grpo into .venv ..."
+    "${pip[@]}" install -qq --no-deps --no-build-isolation -e .
+    echo "$wanted" > .venv/package.stamp
 fi
 
 # On PYTHONPATH, such a folder replaces the megatron-core of .venv.
