@@ -102,7 +102,8 @@ class DurationRecorder:
 
     def __init__(self, config: pytest.Config) -> None:
         # otherwise files may have run in part
-        self.complete = not config.option.keyword and all(Path(argument).is_dir() for argument in config.args)
+        in_part = config.option.keyword or config.option.without_nightly or config.option.short
+        self.complete = not in_part and all(Path(argument).is_dir() for argument in config.args)
         self.seconds: dict[str, float] = defaultdict(float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
