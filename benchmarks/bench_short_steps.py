@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.bench import PACKAGES, machine, revision
 from benchmarks.harness.learning.prompts import TASK, write_data
 from benchmarks.harness.learning.settings import Paths, Settings, command_of
 from benchmarks.harness.processes import program
@@ -64,7 +65,9 @@ def main() -> int:
             results.setdefault(str(checkout), []).append(result)
             print(checkout, number, json.dumps(result), flush=True)
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(results, indent=1) + "\n")
+    device, versions = machine(revision(), PACKAGES)
+    measured = {"device": device, "versions": versions, "checkouts": results}
+    args.json.write_text(json.dumps(measured, indent=1) + "\n")
     return 0
 
 
