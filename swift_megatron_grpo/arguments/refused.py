@@ -98,7 +98,11 @@ NOT_YET: Mapping[str, Refusal] = {
     "mlp_padding_free": Refusal((False,), _PACKED),
     "attention_backend": Refusal(("flash", "flash_2", "flash_3", "flash_4", "fused", "unfused", "auto"), _PACKED),
     "sequence_packing_scheduler": Refusal((None,), "this trainer has its own packing"),
-    "cp_partition_mode": Refusal(("zigzag",), "context-parallel ranks always hold zigzag slices"),
+    "cp_partition_mode": Refusal(
+        ("zigzag",),
+        "megatron-core rotates and attends by the positions of zigzag slices, so a model computes something else with "
+        "contiguous ones; only DeepSeek-V4's attention takes them, which no supported megatron-core has",
+    ),
     "tp_comm_overlap": Refusal((False,), _LENGTHS),
     "overlap_param_gather_with_optimizer_step": Refusal((False,), _OVERLAP),
     "use_megatron_fsdp": Refusal((False,), "Megatron-FSDP is not supported yet"),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
+from swift_megatron_grpo.packing.plan import zigzag_positions
 from swift_megatron_grpo.training.stage_shapes import SENDS_END_BEFORE_MEMORY_IS_FREED
 from tests.support.interpreter import result_of
 
@@ -23,10 +24,12 @@ def upstream() -> dict[str, Any]:
         """
         import importlib, importlib.metadata
         import megatron.core
+        import torch
         from megatron.core import jit, parallel_state, utils
         from megatron.core.distributed import DistributedDataParallel, finalize_model_grads, param_and_grad_buffer
         from megatron.core.extensions import transformer_engine as extensions
         from megatron.core.fusions import fused_bias_swiglu
+        from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_this_cp_rank
         from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
         from megatron.core.packed_seq_params import PackedSeqParams
         from megatron.core.pipeline_parallel import p2p_communication, schedules
@@ -78,6 +81,9 @@ def upstream() -> dict[str, Any]:
             "filesystem_async": source(filesystem_async),
             "router": source(router.TopKRouter),
             "topk": source(moe_utils.topk_routing_with_score_function),
+            "positions": [
+                _get_thd_freqs_on_this_cp_rank(rank, 2, torch.empty(8), torch.arange(16)).tolist() for rank in (0, 1)
+            ],
         }
         """
     )
@@ -247,3 +253,8 @@ def test_the_interleaved_schedule_frees_tensors_in_flight_below_0_18(core: Versi
     """
     wait = "if send_next_wait_handle is not None and config.deallocate_pipeline_outputs:"
     assert (wait in upstream()["schedules"]) is (core >= Version("0.18")) is SENDS_END_BEFORE_MEMORY_IS_FREED
+
+
+def test_context_parallel_ranks_rotate_by_positions_of_zigzag_slices() -> None:
+    """Whatever slices they hold; so --cp_partition_mode contiguous is refused."""
+    assert upstream()["positions"] == [zigzag_positions([16], rank, 2) for rank in (0, 1)]
