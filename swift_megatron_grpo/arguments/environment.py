@@ -96,6 +96,8 @@ def _faults(args: DerivedArguments) -> Faults:
     yield from faults_of(_check_turns, args)
     yield from faults_of(check_recording, args)
     yield from faults_of(check_quantization, args.rollout_quantization, args.vllm_enable_lora, None, None)
+    if args.optimizer == "muon" and (missing := _missing_for_muon()) is not None:
+        yield f"--optimizer muon: {missing}, or use --optimizer adam"
     if (fault := fault_of_packages(args.model, args.model_type)) is not None:
         yield fault
     if not _is_installed("vllm"):
@@ -106,6 +108,17 @@ def _is_installed(package: str) -> bool:
     """Return True for a package; the folder of its logs, which may have its name, has no origin."""
     found = find_spec(package)
     return found is not None and found.origin is not None
+
+
+def _missing_for_muon() -> str | None:
+    if not _is_installed("megatron.core.optimizer.emerging_optimizers"):
+        return "this megatron-core does not know emerging-optimizers 0.3; install megatron-core 0.18.2"
+    if not _is_installed("emerging_optimizers"):
+        return (
+            "the package emerging-optimizers is not installed; pip install 'emerging-optimizers>=0.3,<0.4', which "
+            "needs Python 3.12"
+        )
+    return None
 
 
 # ---- plugins and registries

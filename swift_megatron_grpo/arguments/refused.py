@@ -107,7 +107,10 @@ NOT_YET: Mapping[str, Refusal] = {
     "overlap_param_gather_with_optimizer_step": Refusal((False,), _OVERLAP),
     "use_megatron_fsdp": Refusal((False,), "Megatron-FSDP is not supported yet"),
     # optimizer
-    "optimizer": Refusal(("adam", "sgd"), "Muon is not supported yet"),
+    "optimizer": Refusal(
+        ("adam", "sgd", "muon"),
+        "no test shares its matrices out to data-parallel ranks; muon updates them on every rank",
+    ),
     "optimizer_cuda_graph": Refusal((False,), _LENGTHS),
     # other ways to start
     **_all("use_ray skip_megatron_init", (False,), "ranks are started by torchrun"),
@@ -178,7 +181,15 @@ READ_WITH: tuple[tuple[str, Callable[[Mapping[str, Any]], bool], str], ...] = (
         "--tuner_type lora", lambda run: run["tuner_type"] == "lora",
         "lora_rank lora_alpha lora_dropout lora_dtype use_rslora target_modules target_regex modules_to_save",
     ),
-    ("--optimizer adam", lambda run: run["optimizer"] == "adam", "adam_beta1 adam_beta2 adam_eps"),
+    (
+        "--optimizer adam or muon", lambda run: run["optimizer"] in ("adam", "muon"),
+        "adam_beta1 adam_beta2 adam_eps",
+    ),
+    (
+        "--optimizer muon", lambda run: run["optimizer"] == "muon",
+        "muon_momentum muon_split_qkv muon_use_nesterov muon_scale_mode muon_fp32_matmul_prec muon_coefficient_type "
+        "muon_num_ns_steps muon_tp_mode muon_extra_scale_factor muon_scalar_optimizer",
+    ),
     ("--optimizer sgd", lambda run: run["optimizer"] == "sgd", "sgd_momentum"),
     ("--optimizer_cpu_offload true", lambda run: run["optimizer_cpu_offload"], "optimizer_offload_fraction"),
     ("--lr_decay_style WSD", lambda run: run["lr_decay_style"] == "WSD", "lr_wsd_decay_style lr_wsd_decay_iters"),

@@ -58,7 +58,8 @@ def configure(args: GRPOArguments) -> config.GRPOConfig:
 def _saved_parts(args: GRPOArguments) -> config.SavedParts:
     in_megatron_format = not (args.save_safetensors and args.no_save_optim)
     merged = args.save_safetensors and args.has_adapter and args.merge_lora
-    states = [args.exp_avg_dtype, args.exp_avg_sq_dtype] if args.optimizer == "adam" else []
+    # At most: Muon has one for a matrix.
+    states = [] if args.optimizer == "sgd" else [args.exp_avg_dtype, args.exp_avg_sq_dtype]
     if args.torch_dtype != torch.float32 or args.use_distributed_optimizer:
         states.append(args.main_params_dtype)  # otherwise the model's own weights are updated
     return config.SavedParts(

@@ -22,6 +22,7 @@ reward_models.py  models that grade
 algorithm.py     advantages, KL in the reward, dynamic sampling
 losses.py        the loss and its parts: SAPO, FIPO, rollout correction, KL
 optimizer.py     learning rate, weight decay, optimizer
+muon.py          the optimizer of matrices
 recording.py     rollouts on disk
 time_limits.py   time limits, traced steps
 run.py           duration, checkpoints, data, a check without training

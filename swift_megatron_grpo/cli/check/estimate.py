@@ -156,10 +156,12 @@ def _of_step(values: Sequence[int], config: GRPOConfig) -> list[int]:
 def _training(args: GRPOArguments, config: GRPOConfig, largest: Tokens, plan: StepPlan, rows: Rows) -> Training:
     modules = tuple(args.target_modules if isinstance(args.target_modules, list) else [args.target_modules])
     every_module = "all-linear" in modules
-    states = [args.exp_avg_dtype.itemsize, args.exp_avg_sq_dtype.itemsize] if args.optimizer == "adam" else [4]
+    of_adam, momentum = [args.exp_avg_dtype.itemsize, args.exp_avg_sq_dtype.itemsize], [4]
+    states = momentum if args.optimizer == "sgd" else of_adam
+    masters = []
     if args.torch_dtype.itemsize < 4 or args.use_distributed_optimizer:
         bf16 = args.torch_dtype == torch.bfloat16
-        states.append(master_bytes(args.main_params_dtype.itemsize, args.use_precision_aware_optimizer, bf16))
+        masters = [master_bytes(args.main_params_dtype.itemsize, args.use_precision_aware_optimizer, bf16)]
     return Training(
         layout=config.batch.layout,
         tokens=largest,
@@ -179,7 +181,8 @@ def _training(args: GRPOArguments, config: GRPOConfig, largest: Tokens, plan: St
         vision_tower_checkpointing=bool(args.vit_gradient_checkpointing),
         images=image_tokens_of(plan, config.batch, _of_step(rows.image_tokens, config)),
         weight_bytes=args.torch_dtype.itemsize,
-        optimizer_bytes=sum(states),
+        optimizer_bytes=sum(states + masters),
+        matrix_bytes=sum(momentum + masters) if args.optimizer == "muon" else None,
         shards_optimizer=bool(args.use_distributed_optimizer),
         optimizer_on_cpu=float(args.optimizer_offload_fraction) if args.optimizer_cpu_offload else 0.0,
         frozen_reference=config.reference.beta != 0 and config.reference.model_dir is not None,

@@ -50,6 +50,7 @@ class Training:
     images: ImageTokens = field(default_factory=ImageTokens)
     weight_bytes: int = 2  # of a number
     optimizer_bytes: float = 12  # of a trained parameter: fp32 weight and two moments
+    matrix_bytes: float | None = None  # the same in a matrix that Muon updates; None: there are none
     shards_optimizer: bool = True
     optimizer_on_cpu: float = 0.0  # share
     frozen_reference: bool = False  # a copy of the model for --beta > 0
@@ -152,6 +153,9 @@ def plan_memory(
         adapter = 0.0 if training.lora_rank is None else trained.total
         weights, gradients = (parameters.total + adapter) * item, trained.total * GRADIENT_BYTES
         optimizer = _optimizer_states(trained, training) * (1 - training.optimizer_on_cpu)
+        if training.matrix_bytes is not None:  # every rank has all states of its matrices
+            matrices = _trained([tensor for tensor in tensors if tensor.is_muons], training, stage, decoder.tied)
+            optimizer -= matrices.total * (training.optimizer_bytes - training.matrix_bytes)
         layers = bytes_of_layers(decoder, sorted(stage.layers), training.tokens, layout, training.recompute, item)
         tower = vision_tower if stage.has_embedding else None
         of_tower, in_block, rows = _bytes_of_images(tower, training) if tower is not None else (0.0, 0.0, 0.0)

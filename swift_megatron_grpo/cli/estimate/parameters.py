@@ -57,6 +57,11 @@ class Tensor:
         return self.is_vision_tower and bool(_ALIGNER.search(self.name))
 
     @property
+    def is_muons(self) -> bool:
+        """True for a matrix that Muon updates where it is the optimizer; a checkpoint may stack those of experts."""
+        return self.part is Part.EXPERTS or (len(self.shape) == 2 and self.part not in (Part.EMBEDDING, Part.HEAD))
+
+    @property
     def is_copied(self) -> bool:
         """True if every tensor-parallel rank has all of it."""
         return len(self.shape) < 2 or bool(_COPIED.search(self.name))

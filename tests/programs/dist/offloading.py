@@ -163,5 +163,7 @@ def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         for state in part.optimizer.state.values():
             yield from (value for value in state.values() if torch.is_tensor(value))
-        for group in part.shard_fp32_from_float16_groups:
+        held = vars(part)  # of the distributed optimizer, or of the plain one for 16 bits
+        name = "shard_fp32_from_float16_groups"
+        for group in held[name] if name in held else held["fp32_from_float16_groups"]:
             yield from (weight for weight in group if weight is not None)

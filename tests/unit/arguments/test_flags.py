@@ -72,6 +72,8 @@ USED_BY_SWIFT = _flags(
     lr lr_warmup_init lr_decay_style lr_decay_iters lr_warmup_iters lr_warmup_fraction min_lr lr_wsd_decay_style
     lr_wsd_decay_iters weight_decay weight_decay_incr_style start_weight_decay end_weight_decay clip_grad
     adam_beta1 adam_beta2 adam_eps sgd_momentum apply_wd_to_qk_layernorm
+    muon_momentum muon_split_qkv muon_use_nesterov muon_scale_mode muon_fp32_matmul_prec muon_coefficient_type
+    muon_num_ns_steps muon_tp_mode muon_extra_scale_factor muon_scalar_optimizer muon_lr muon_min_lr
     save_steps save_strategy no_save_optim no_save_rng mcore_model mcore_adapter no_load_optim no_load_rng finetune
     perform_initialization use_cpu_initialization async_save save_total_limit metric_for_best_model greater_is_better
     use_persistent_ckpt_worker dist_ckpt_save_pre_mcore_014 dist_ckpt_optim_fully_reshardable
@@ -110,8 +112,6 @@ NO_EFFECT = _flags(
     hqq_axis bnb_4bit_compute_dtype bnb_4bit_quant_type bnb_4bit_use_double_quant bnb_4bit_quant_storage
     fp8_recipe fp8_amax_history_len fp8_amax_compute_algo fp4_recipe strict_fsdp_dtensor_load
     data_parallel_sharding_strategy mtp_loss_scaling_factor mtp_decoder_input_detach mtp_shared_weights
-    muon_momentum muon_split_qkv muon_use_nesterov muon_scale_mode muon_fp32_matmul_prec muon_coefficient_type
-    muon_num_ns_steps muon_tp_mode muon_extra_scale_factor muon_scalar_optimizer muon_lr muon_min_lr
 
     dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
     dataloader_multiprocessing_context
@@ -153,7 +153,7 @@ def test_flags_that_this_run_does_not_read_are_noted(needed: str, is_read: Any, 
     from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 
     defaults = {field.name: default_of(field) for field in fields(GRPOArguments)}
-    flag, _, value = needed.removeprefix("--").partition(" ")
+    flag, _, value = needed.removeprefix("--").partition(" or ")[0].partition(" ")
     without = {**defaults, flag: [] if isinstance(defaults[flag], list) else 0 if flag == "beta" else None}
     typed = {"above 0": 0.1, "true": True, "": 0.5}.get(value, [value] if isinstance(defaults[flag], list) else value)
     for name in names.split():

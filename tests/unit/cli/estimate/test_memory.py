@@ -73,3 +73,13 @@ def test_the_upper_half_of_a_master_is_the_bf16_weight(
     main_params: int, precision_aware: bool, bf16: bool, expected: int
 ) -> None:
     assert master_bytes(main_params, precision_aware, bf16) == expected
+
+
+def test_muon_has_one_state_for_a_matrix_and_two_for_the_rest() -> None:
+    tensors = tensors_of({"model.embed_tokens.weight": (1024, 64), "model.layers.0.mlp.down_proj.weight": (64, 128),
+                          "model.layers.0.input_layernorm.weight": (64,)})  # fmt: skip
+    muon = Training(Layout(2), Tokens(64, 64, 32), 1, optimizer_bytes=12, matrix_bytes=8, shards_optimizer=False)
+    [rank] = plan_memory(tensors, DECODER, muon, None, GPU)
+    assert rank.optimizer == 12 * (1024 * 64 + 64) + 8 * 64 * 128
+    [adapter] = plan_memory(tensors, DECODER, replace(muon, lora_rank=8), None, GPU)
+    assert adapter.optimizer == 8 * 8 * (64 + 128)
