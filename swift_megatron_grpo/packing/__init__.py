@@ -1,8 +1,9 @@
 """Assigns samples to ranks and micro batches, and packs a micro batch into tensors. No padding between sequences.
 
-plan.py      which rank trains which sample in which micro batch (pure Python)
-bundles.py   the same for prompts that are shared within groups (pure Python)
-flops.py     the cost of a sequence, for equal work on all ranks (pure Python)
+plan.py      which rank trains which sample in which micro batch
+bundles.py   the same for prompts that are shared within groups
+bins.py      bins of one size on several ranks: the arithmetic of both
+flops.py     the cost of a sequence, for equal work on all ranks
 segments.py  the order of tokens in a micro batch: sequences, or prompts and their completions
 images.py    images of a micro batch, and positions on three axes
 routing.py   given experts of a micro batch, and recorded ones by sample

@@ -1,9 +1,14 @@
-"""Estimates the training FLOPs of a sequence and of its images, so that ranks get equal work. Pure Python."""
+"""Estimates the training FLOPs of a sequence and of its images, so that ranks get equal work."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+from swift_megatron_grpo.packing.bins import Floats
+
+N = TypeVar("N", float, Floats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +82,7 @@ class FlopsModel:
             per_completion_token=2.0 * hidden_size * vocab_size,
         )
 
-    def of_sequence(self, tokens: int, completion_tokens: int) -> float:
+    def of_sequence(self, tokens: N, completion_tokens: N) -> N:
         linear = self.per_token + self.per_token_squared * tokens
         return linear * tokens + self.per_completion_token * completion_tokens
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeVar
 
+import numpy as np
+
+from swift_megatron_grpo.packing.bins import Bools, Floats, Ints, assign, fewest_bins, sums
 from swift_megatron_grpo.packing.flops import FlopsModel
 
 T = TypeVar("T")
@@ -36,6 +38,24 @@ class StepPlan:
 
     def samples_of_ranks(self) -> list[tuple[int, ...]]:
         return [tuple(i for batch in rank for i in batch) for rank in self.assignment]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedItems:
+    """Items in micro batches, which are numbered rank by rank."""
+
+    ranks: int
+    micro_batches: int  # of all ranks
+    places: Ints  # the micro batch of each item
+    over_budget: Bools  # of each item: its micro batch exceeds the token budget
+
+    def plan(self, share_prompts: bool = False) -> StepPlan:
+        """Return the plan of items that are samples."""
+        items = np.argsort(self.places, kind="stable").tolist()
+        edges = [0, *np.bincount(self.places, minlength=self.micro_batches).cumsum().tolist()]
+        batches = [tuple(items[begin:end]) for begin, end in pairwise(edges)]
+        assignment = tuple(_split_evenly(tuple(batches), self.ranks))
+        return StepPlan(assignment, tuple(self.over_budget.nonzero()[0].tolist()), share_prompts)
 
 
 def plan_by_count(num_samples: int, dp_size: int, micro_batch_size: int) -> StepPlan:
@@ -73,14 +93,14 @@ def padded_lengths(lengths: Sequence[int], align: Alignment) -> list[int]:
 
 
 def plan_by_tokens(
-    lengths: Sequence[int],
+    lengths: Sequence[int] | Ints,
     dp_size: int,
     max_tokens: int,
     cost: FlopsModel,
     align: Alignment,
     micro_batch_multiple: int = 1,
-    completion_lengths: Sequence[int] | None = None,
-    image_work: Sequence[float] | None = None,
+    completion_lengths: Sequence[int] | Ints | None = None,
+    image_work: Sequence[float] | Floats | None = None,
 ) -> StepPlan:
     """Plan micro batches of at most `max_tokens` packed tokens, padding included, with equal FLOPs on all ranks.
 
@@ -102,13 +122,13 @@ def plan_by_tokens(
     sample; None: there are none.
     """
     check_samples(lengths, dp_size, micro_batch_multiple)
-    padded = [-(-length // align.sequence) * align.sequence for length in lengths]
-    completions = lengths if completion_lengths is None else completion_lengths
-    images = [0.0] * len(lengths) if image_work is None else image_work
-    work = [
-        cost.of_sequence(tokens, head) + image for tokens, head, image in zip(padded, completions, images, strict=True)
-    ]
-    return plan_items(padded, work, dp_size, room_of(max_tokens, align), micro_batch_multiple)
+    tokens = np.asarray(lengths)
+    padded = -(-tokens // align.sequence) * align.sequence
+    heads = np.asarray(lengths if completion_lengths is None else completion_lengths, np.float64)
+    work = cost.of_sequence(padded.astype(np.float64), heads)
+    if image_work is not None:
+        work += np.asarray(image_work)
+    return plan_items(padded, work, dp_size, room_of(max_tokens, align), micro_batch_multiple).plan()
 
 
 def room_of(max_tokens: int, align: Alignment) -> int:
@@ -118,37 +138,32 @@ def room_of(max_tokens: int, align: Alignment) -> int:
     return max(max_tokens // align.total, 1) * align.total
 
 
-def plan_items(
-    padded: Sequence[int], work: Sequence[float], dp_size: int, room: int, micro_batch_multiple: int
-) -> StepPlan:
+def plan_items(padded: Ints, work: Floats, dp_size: int, room: int, micro_batch_multiple: int) -> PlacedItems:
     """Plan micro batches of at most `room` tokens from items of these tokens and FLOPs, as plan_by_tokens describes."""
-    keys = list(zip(padded, work, strict=True))
-    longest_first = sorted(range(len(padded)), key=keys.__getitem__, reverse=True)
-
-    sizes = [min(tokens, room) for tokens in padded]  # a sample over the budget fills a micro batch
-    fewest = fewest_bins([sizes[i] for i in longest_first], room)
+    longest_first = np.lexsort((-work, -padded))
+    padded_first, work_first = padded[longest_first], work[longest_first]
+    sizes = np.minimum(padded_first, room)  # a sample over the budget fills a micro batch
+    fewest = fewest_bins(sizes, room)
     unit = dp_size * micro_batch_multiple
     count = min(-(-fewest // unit), len(padded) // unit) * unit
     if count >= fewest:
-        batches = _assign_within_budget(longest_first, sizes, work, room=room, ranks=dp_size, count=count)
+        bins = _assign_within_budget(sizes, work_first, room=room, ranks=dp_size, count=count)
     else:
         # There are fewer samples than the next multiple. No micro batch may be empty, so some samples share one that
         # exceeds the budget. This cannot happen if the number of samples is a multiple of `unit`. Equal token counts
         # exceed the budget least.
-        joined = assign(longest_first, padded, padded, room=sum(padded), ranks=1, per_rank=count, evenly=len(padded))
+        tokens_first = padded_first.astype(np.float64)
+        joined = assign(padded_first, tokens_first, int(padded.sum()), ranks=1, per_rank=count, evenly=len(padded))
         assert joined is not None
-        batches = _assign_batches(joined, work, dp_size)
+        bins = _assign_bins(joined, work_first, dp_size, count)
 
-    per_rank = count // dp_size
-    tokens = [sum(padded[i] for i in batch) for batch in batches]
-    ranks = [
-        sorted(range(start, start + per_rank), key=tokens.__getitem__, reverse=True)
-        for start in range(0, count, per_rank)
-    ]
-    return StepPlan(
-        assignment=tuple(tuple(tuple(sorted(batches[b])) for b in rank) for rank in ranks),
-        over_budget=tuple(sorted(i for b, batch in enumerate(batches) if tokens[b] > room for i in batch)),
-    )
+    batch_of = np.empty_like(bins)
+    batch_of[longest_first] = bins
+    tokens = sums(batch_of, padded, count)
+    largest_first = np.argsort(-tokens.reshape(dp_size, -1), axis=1, kind="stable")
+    place = np.empty_like(bins, shape=count)
+    place[(largest_first + np.arange(0, count, count // dp_size)[:, None]).ravel()] = np.arange(count)
+    return PlacedItems(dp_size, count, place[batch_of], tokens[batch_of] > room)
 
 
 def refill(plan: StepPlan, fill: Callable[[Sequence[int], int], StepPlan], micro_batch_multiple: int = 1) -> StepPlan:
@@ -193,7 +208,7 @@ def _split_evenly(items: tuple[T, ...], number: int) -> list[tuple[T, ...]]:
     return [items[begin:end] for begin, end in pairwise(edges)]
 
 
-def check_samples(lengths: Sequence[int], dp_size: int, micro_batch_multiple: int) -> None:
+def check_samples(lengths: Sequence[int] | Ints, dp_size: int, micro_batch_multiple: int) -> None:
     if dp_size < 1 or micro_batch_multiple < 1:
         raise ValueError(f"dp_size {dp_size} and micro_batch_multiple {micro_batch_multiple} must be at least 1")
     needed = dp_size * micro_batch_multiple
@@ -206,95 +221,30 @@ def check_samples(lengths: Sequence[int], dp_size: int, micro_batch_multiple: in
             f"--global_batch_size to at least {needed}, or use fewer data-parallel ranks"
         )
     if min(lengths) < 1:
-        raise ValueError(f"completion {min(range(len(lengths)), key=lengths.__getitem__)} of the step has no tokens")
+        raise ValueError(f"completion {int(np.argmin(lengths))} of the step has no tokens")
 
 
-def _assign_within_budget(
-    order: Sequence[int], sizes: Sequence[int], work: Sequence[float], room: int, ranks: int, count: int
-) -> list[list[int]]:
-    """Assign samples with equal work if all fit, else let the small ones fill gaps, else use the tightest packing."""
-    for evenly in (len(order), len(order) // 2):
-        batches = assign(order, sizes, work, room, ranks=ranks, per_rank=count // ranks, evenly=evenly)
-        if batches is not None:
-            return batches
-    tightest = assign(order, sizes, work, room, ranks=1, per_rank=count, evenly=0)
+def _assign_within_budget(sizes: Ints, work: Floats, room: int, ranks: int, count: int) -> Ints:
+    """Return the bins of samples: with equal work if all fit, else small ones in gaps, else in the tightest packing."""
+    for evenly in (len(sizes), len(sizes) // 2):
+        bins = assign(sizes, work, room, ranks=ranks, per_rank=count // ranks, evenly=evenly)
+        if bins is not None:
+            return bins
+    tightest = assign(sizes, work, room, ranks=1, per_rank=count, evenly=0)
     assert tightest is not None, "one rank packs as fewest_bins does"
-    return _assign_batches(tightest, work, ranks)
+    return _assign_bins(tightest, work, ranks, count)
 
 
-def _assign_batches(batches: Sequence[list[int]], work: Sequence[float], ranks: int) -> list[list[int]]:
-    """Assign complete micro batches, the same number to every rank."""
-    totals = [sum(work[i] for i in batch) for batch in batches]
-    count = len(batches)
-    order = sorted(range(count), key=totals.__getitem__, reverse=True)
-    assigned = assign(order, [1] * count, totals, room=1, ranks=ranks, per_rank=count // ranks, evenly=count)
+def _assign_bins(bins: Ints, work: Floats, ranks: int, count: int) -> Ints:
+    """Assign complete micro batches, the same number to every rank. Return the new bins of their items."""
+    totals = sums(bins, work, count)
+    most_first = np.argsort(-totals, kind="stable")
+    ones = np.ones(count, np.int64)
+    assigned = assign(ones, totals[most_first], room=1, ranks=ranks, per_rank=count // ranks, evenly=count)
     assert assigned is not None
-    return [batches[b] for (b,) in assigned]
-
-
-# ---- bins of one size: items have sizes, which must fit, and work, which must be equal over ranks with as many bins
-
-
-def fewest_bins(sizes: Sequence[int], room: int) -> int:
-    """Return the number of bins that best-fit decreasing opens: each size goes where it leaves the least room."""
-    rooms: list[int] = []
-    for size in sizes:
-        at = bisect_left(rooms, size)
-        insort(rooms, (rooms.pop(at) if at < len(rooms) else room) - size)
-    return len(rooms)
-
-
-def assign(
-    order: Sequence[int], sizes: Sequence[int], work: Sequence[float], room: int, ranks: int, per_rank: int, evenly: int
-) -> list[list[int]] | None:
-    """Assign items, in `order`, to the rank with the least work.
-
-    Returns `per_rank` bins per rank, or None if an item fits into no bin. Within the rank, the first `evenly` items go
-    to the bin with the least work that has room, the others where they leave the least room. No bin stays empty.
-    """
-    bins: list[list[int]] = [[] for _ in range(ranks * per_rank)]
-    free = [room] * len(bins)
-    least_work = [(0.0, rank) for rank in range(ranks)]
-    # Bins of each rank, sorted by work or, later, by room.
-    bins_of: list[list[tuple[float, int]]] = [
-        [(0.0, rank * per_rank + b) for b in range(per_rank)] for rank in range(ranks)
-    ]
-    empty = len(bins)
-    smallest = min(sizes)
-    for position, item in enumerate(order):
-        by_room = position >= evenly
-        if position == evenly:
-            bins_of = [sorted((free[b], b) for _, b in candidates) for candidates in bins_of]
-        # The last items open the bins that are still empty.
-        need = room if len(order) - position == empty else sizes[item]
-        for turn in range(ranks):
-            rank_work, rank = least_work[turn]
-            place = _first_with_room(bins_of[rank], free, need, by_room)
-            if place is not None:
-                break
-        else:
-            return None
-        bin_work, chosen = bins_of[rank].pop(place)
-        empty -= not bins[chosen]
-        bins[chosen].append(item)
-        free[chosen] -= sizes[item]
-        if free[chosen] >= smallest:
-            insort(bins_of[rank], (free[chosen] if by_room else bin_work + work[item], chosen))
-        least_work.pop(turn)
-        insort(least_work, (rank_work + work[item], rank))
-    return bins
-
-
-def _first_with_room(
-    candidates: Sequence[tuple[float, int]], free: Sequence[int], need: int, by_room: bool
-) -> int | None:
-    if by_room:
-        at = bisect_left(candidates, (need, 0))
-        return at if at < len(candidates) else None
-    for at, (_, chosen) in enumerate(candidates):
-        if free[chosen] >= need:
-            return at
-    return None
+    new = np.empty_like(bins, shape=count)
+    new[most_first] = assigned
+    return new[bins]
 
 
 def zigzag_positions(lengths: Sequence[int], cp_rank: int, cp_size: int) -> list[int]:

@@ -5,8 +5,10 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+import numpy as np
 from mcore_bridge import ModelConfig
 
+from swift_megatron_grpo.packing.bins import Floats
 from swift_megatron_grpo.packing.bundles import SampleWork, plan_within, shared_if_worth_it
 from swift_megatron_grpo.packing.flops import DeltaNets, FlopsModel, VisionTowerFlops
 from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count, refill, regroup
@@ -83,7 +85,7 @@ class Planner:
     def flops(self, samples: Sequence[Sample], plan: StepPlan, settings: EngineSettings) -> float:
         """Return the FLOPs of one forward pass over the samples of a step; prompts that a plan shares count once."""
         work = self._work(samples, settings if plan.share_prompts else replace(settings, share_prompts_from=None))
-        return sum(map(work.flops, work.groups()))
+        return float(work.flops(work.groups()).sum())
 
     def _plan_within(
         self,
@@ -100,13 +102,14 @@ class Planner:
         return plan_within(budget, work, ranks, self._align, multiple, settings.share_prompts_from)
 
     def _work(self, samples: Sequence[Sample], settings: EngineSettings) -> SampleWork:
-        lengths = [sample.length for sample in samples]
-        completions = [sample.trained for sample in samples]
+        lengths = np.array([sample.length for sample in samples])
+        completions = np.array([sample.trained for sample in samples])
         images = self._image_work(samples, settings.vision_tower_share)
-        shared = [0] * len(samples) if settings.share_prompts_from is None else shared_with_previous(samples)
+        shares = settings.share_prompts_from is not None
+        shared = np.array(shared_with_previous(samples)) if shares else np.zeros_like(lengths)
         return SampleWork(lengths, completions, images, self._flops, shared)
 
-    def _image_work(self, samples: Sequence[Sample], share: float) -> list[float] | None:
+    def _image_work(self, samples: Sequence[Sample], share: float) -> Floats | None:
         """Return the FLOPs of the images of each sample, as if it did not share them with others of its micro batch."""
         if share == 0 or not any(sample.images for sample in samples):
             return None
@@ -114,9 +117,9 @@ class Planner:
         images = [[p.image for p in sample.images if isinstance(p.image, ModelImage)] for sample in samples]
         shown = [[image.grid for image in of_sample] for of_sample in images]
         # A tile attends to itself alone, and an image without tiles is one.
-        return [
-            share * sum(tiles * vision_tower.of_image(prod(patches)) for tiles, *patches in grids) for grids in shown
-        ]
+        return np.array(
+            [share * sum(tiles * vision_tower.of_image(prod(patches)) for tiles, *patches in grids) for grids in shown]
+        )
 
     def _check_micro_batches(self, number: int) -> None:
         rest = number % self._group_size

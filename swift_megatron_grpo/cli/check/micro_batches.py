@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
 
+import numpy as np
+
 from swift_megatron_grpo.cli.check.model import Model
 from swift_megatron_grpo.cli.estimate.activations import ImageTokens, Tokens
 from swift_megatron_grpo.packing.bundles import SampleWork, gain_of, plan_within, shared_if_worth_it
@@ -109,8 +111,8 @@ def saved_by_sharing(plan: StepPlan, batch: BatchSizes, model: Model, samples: S
 
 
 def _work(batch: BatchSizes, model: Model, samples: Sequence[Sample]) -> SampleWork:
-    tokens, completions = [tokens for tokens, _ in samples], [completion for _, completion in samples]
-    shared = [length - own if i % batch.num_generations else 0 for i, (length, own) in enumerate(samples)]
+    tokens, completions = np.array(samples).T
+    shared = np.where(np.arange(len(samples)) % batch.num_generations, tokens - completions, 0)
     return SampleWork(tokens, completions, None, model.flops, shared)
 
 

@@ -18,6 +18,7 @@ import json, random, sys
 from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
+import numpy as np
 import torch
 import torch.distributed as dist
 from swift_megatron_grpo.generation.interface import Share
@@ -64,7 +65,8 @@ def batches(graded, fetch):
         for sample in samples:
             sample.old_logprobs = sample.rollout_logprobs
     shared = shared_with_previous(samples) if case["shared"] else [0] * len(samples)
-    work = SampleWork([s.length for s in samples], [s.trained for s in samples], None, COST, shared)
+    lengths, trained = np.array([s.length for s in samples]), np.array([s.trained for s in samples])
+    work = SampleWork(lengths, trained, None, COST, np.array(shared))
     plan = plan_within(128, work, size, Alignment(1, 1), 1, 0.01)
     mine = fetch(samples, plan)
     step = count(mine)

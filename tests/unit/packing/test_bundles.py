@@ -8,11 +8,12 @@ import statistics
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_megatron_grpo.packing.bundles import SampleWork, gain_of, plan_with_shared_prompts
+from swift_megatron_grpo.packing.bundles import Bundles, SampleWork, gain_of, plan_with_shared_prompts
 from swift_megatron_grpo.packing.flops import FlopsModel
 from swift_megatron_grpo.packing.plan import plan_by_count, plan_by_tokens
 from tests.paths import REPOSITORY
@@ -23,7 +24,11 @@ def step(groups: int, size: int, prompt: int, completion: int, seed: int = 0) ->
     """Return the work of a step with completions of random lengths around `completion`."""
     rng = random.Random(seed)
     completions = [rng.randint(completion // 2, completion * 3 // 2) for _ in range(groups * size)]
-    return SampleWork([prompt + c for c in completions], completions, None, SMALL, shared(groups, size, prompt))
+    return work_of([prompt + c for c in completions], completions, SMALL, shared(groups, size, prompt))
+
+
+def work_of(lengths: list[int], completions: list[int], cost: FlopsModel, shared: list[int]) -> SampleWork:
+    return SampleWork(np.array(lengths), np.array(completions), None, cost, np.array(shared))
 
 
 def shared(groups: int, size: int, prompt: int) -> list[int]:
@@ -71,31 +76,32 @@ def test_long_prompts_fill_fewer_micro_batches_with_less_work() -> None:
 def test_ranks_have_nearly_equal_work(ranks: int) -> None:
     work = step(16, 8, 2048, 512, seed=ranks)
     shared = plan_with_shared_prompts(work, ranks, 16384, 1)
-    total = sum(map(work.flops, work.groups()))
+    total = work.flops(work.groups()).sum()
     assert shared.shared < 1.12 * total / ranks
 
 
 def test_a_group_is_cut_where_ranks_would_wait_for_it() -> None:
     work = step(3, 8, 64, 512)
     shared = plan_with_shared_prompts(work, 2, 16384, 1)
-    assert shared.shared < 1.1 * sum(map(work.flops, work.groups())) / 2
+    assert shared.shared < 1.1 * work.flops(work.groups()).sum() / 2
 
 
 def test_a_group_above_the_budget_is_cut_into_equal_parts() -> None:
-    work = SampleWork([100 + 50] * 8, [50] * 8, None, FlopsModel(1.0, 0.0), shared(1, 8, 100))
+    work = work_of([100 + 50] * 8, [50] * 8, FlopsModel(1.0, 0.0), shared(1, 8, 100))
     plan = plan_with_shared_prompts(work, 1, 320, 1).plan
     assert plan is not None and plan.assignment == (((0, 1, 2, 3), (4, 5, 6, 7)),) and plan.over_budget == ()
 
 
 def test_prompts_that_save_nothing_are_repeated() -> None:
-    work = SampleWork([10, 12, 14, 16], [5, 6, 7, 8], None, SMALL, [0] * 4)
+    work = work_of([10, 12, 14, 16], [5, 6, 7, 8], SMALL, [0] * 4)
     result = plan_with_shared_prompts(work, 2, 64, 1)
     assert result.plan is None and result.gain == 0
 
 
 def test_images_of_a_bundle_count_once() -> None:
-    work = SampleWork([20] * 4, [5] * 4, [100.0] * 4, FlopsModel(1.0, 0.0), shared(1, 4, 15))
-    assert work.flops(range(4)) == 15 + 4 * 5 + 100.0
+    work = work_of([20] * 4, [5] * 4, FlopsModel(1.0, 0.0), shared(1, 4, 15))
+    work = replace(work, images=np.full(4, 100.0))
+    assert work.flops(work.groups()) == 15 + 4 * 5 + 100.0
     result = plan_with_shared_prompts(work, 1, 100, 1)
     assert (result.shared, result.repeated) == (135.0, 4 * 120.0)
 
@@ -110,9 +116,11 @@ def test_the_gain_of_micro_batches_by_count() -> None:
 
 def test_a_tree_counts_what_branches_share_once() -> None:
     """Two conversations of a prompt of 10 tokens; the second one has two sequences that share 30."""
-    work = SampleWork([25, 40, 50], [15, 10, 20], None, FlopsModel(1.0, 0.0), [0, 10, 30])
-    assert work.groups() == [range(3)] and work.tokens(range(3)) == work.flops(range(3)) == 10 + 15 + 20 + 10 + 20
-    assert work.tokens(range(1, 3)) == 60 and work.tokens(range(2, 3)) == 50
+    work = work_of([25, 40, 50], [15, 10, 20], FlopsModel(1.0, 0.0), [0, 10, 30])
+    assert work.groups().count == [3] and work.tokens(work.groups()) == [10 + 15 + 20 + 10 + 20]
+    assert work.flops(work.groups()) == work.tokens(work.groups())
+    parts = Bundles(np.array([0, 1]), np.array([1, 2]))
+    assert work.tokens(parts).tolist() == [25, 60] and work.alone().tolist() == [25, 40, 50]
 
 
 def test_the_page_has_the_flops_that_sharing_saves() -> None:

@@ -1,0 +1,101 @@
+"""Bins of one size on several ranks: items have sizes, which must fit, and work, which must be equal over the ranks.
+
+Many ranks take their next items at once, in arrays: the result is that of one item after the other, to the bit.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def sums(numbers: Ints, values: Floats | Ints, count: int) -> Floats:
+    """Return the sums of values by number, each added in the order of the values: numpy's other sums are not."""
+    return np.bincount(numbers, values, minlength=count).astype(np.float64, copy=False)
+
+
+def fewest_bins(sizes: Ints, room: int) -> int:
+    """Return the number of bins that best-fit decreasing opens: each size goes where it leaves the least room."""
+    rooms: list[int] = []
+    for size in sizes.tolist():
+        at = bisect_left(rooms, size)
+        insort(rooms, (rooms.pop(at) if at < len(rooms) else room) - size)
+    return len(rooms)
+
+
+def assign(sizes: Ints, work: Floats, room: int, ranks: int, per_rank: int, evenly: int) -> Ints | None:
+    """Assign items, of which none is larger than the one before, to the rank with the least work.
+
+    Returns the bin of each item, or None if one fits into no bin; every rank has `per_rank` bins, numbered rank by
+    rank. Within the rank, the first `evenly` items go to the bin with the least work that has room, the others where
+    they leave the least room. No bin stays empty.
+
+    In a round, the ranks with the least work take an item each, in order of their work, until one that has taken an
+    item would be next again.
+    """
+    total = len(sizes)
+    alone = ranks == 1
+    if alone:  # its bins take items as ranks with a bin each do
+        ranks, per_rank = per_rank, 1
+    result = np.empty(total, np.int64)
+    free = np.full((ranks, per_rank), room)
+    most_free = np.full(ranks, room)
+    of_bins, of_ranks = np.zeros((ranks, per_rank)), np.zeros(ranks)
+    empty = ranks * per_rank
+    begin = 0
+    while begin < total:
+        if alone and begin >= evenly:
+            rest = _best_fit(sizes[begin:].tolist(), free[:, 0].tolist(), room)
+            return None if rest is None else np.concatenate([result[:begin], rest])
+        spare = total - begin - empty  # items that need not open a bin
+        need = sizes[begin : begin + ranks] if spare else np.full(ranks, room)  # the last items open the empty bins
+        [open_ranks] = (most_free >= need[0]).nonzero()
+        if not len(open_ranks):
+            return None
+        by_room = begin >= evenly
+        end = min(begin + len(open_ranks), begin + (spare or ranks), total if by_room else evenly, total)
+        loads = of_ranks[open_ranks]
+        order = np.argsort(loads, kind="stable")[: end - begin]
+        loads, taking = loads[order], open_ranks[order]
+        after = loads + work[begin:end]
+        waits = loads[1:] >= np.minimum.accumulate(after)[:-1]
+        if len(open_ranks) < ranks:  # a smaller item may fit where this one does not
+            closed = most_free[most_free < need[0]].max()
+            waits |= need[1 : end - begin] <= closed
+        if waits.any():
+            end = begin + 1 + int(waits.argmax())
+        taking, need = taking[: end - begin], need[: end - begin]
+        rooms = free[taking]
+        keys = np.where(rooms >= need[:, None], rooms if by_room else of_bins[taking], np.inf)
+        chosen = keys.argmin(1)
+        empty -= int(np.count_nonzero(rooms[np.arange(len(taking)), chosen] == room))
+        free[taking, chosen] -= sizes[begin:end]
+        most_free[taking] = free[taking].max(1)
+        of_bins[taking, chosen] += work[begin:end]
+        of_ranks[taking] = after[: end - begin]
+        result[begin:end] = taking * per_rank + chosen
+        begin = end
+    return result
+
+
+def _best_fit(sizes: Sequence[int], free: Sequence[int], room: int) -> list[int] | None:
+    """Assign items to the bins of one rank where they leave the least room: one by one, for which lists are faster."""
+    rooms = sorted(zip(free, range(len(free)), strict=True))
+    empty = free.count(room)
+    bins: list[int] = []
+    for left, size in zip(range(len(sizes), 0, -1), sizes, strict=True):
+        at = bisect_left(rooms, (room if left == empty else size, 0))
+        if at == len(rooms):
+            return None
+        most, chosen = rooms.pop(at)
+        empty -= most == room
+        insort(rooms, (most - size, chosen))
+        bins.append(chosen)
+    return bins
