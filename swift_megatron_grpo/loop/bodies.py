@@ -1,16 +1,18 @@
 """The tokens of completions, which stay on the rank that has them until another one grades or trains them.
 
 Every rank knows the outline of every completion: integers, from which all ranks compute the same plan. The tokens,
-their log-probs and the text move by that plan, directly from a rank that holds them to one that needs them. There is no
-directory: who holds what follows from the moves before, which all ranks know.
+their log-probs and the text move by that plan, directly from their home to a rank that needs them. There is no
+directory: the home knows to whom it has sent what, and who has received it.
 
 A completion of several sequences, with experts or with messages is known to all ranks as a whole.
 """
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -19,6 +21,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from swift_megatron_grpo.packing.bins import Ints
+from swift_megatron_grpo.packing.outlines import Outline, changed
 from swift_megatron_grpo.packing.plan import StepPlan
 from swift_megatron_grpo.types import Body, Graded, Prompt, Rollout, Sample, Span
 
@@ -26,16 +30,29 @@ if TYPE_CHECKING:  # benchmarks do without Megatron
     from swift_megatron_grpo.runtime.parallel import Coordinator
     from swift_megatron_grpo.training.passes import Passes
 
-_ROW = np.dtype([("index", "<i4"), ("prompt", "<i4"), ("completion", "<i4"), ("sampled", "<i4"), ("first", "<i4"),
-                 ("version", "<i4"), ("has_logprobs", "<i4")])  # fmt: skip
-Small = tuple[str, dict[str, Any], list[Span] | None]  # finish reason, infos, spans
+_COLUMNS = ("index", "prompt", "completion", "sampled", "first", "version", "has_logprobs", "truncated")
+_ROW = np.dtype([(name, "<i4") for name in _COLUMNS])
+Rare = tuple[str, dict[str, Any], list[Span] | None]  # finish reason, infos, spans
+_REASONS = ("stop", "length")  # by `truncated`
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Keep Python from looking for cycles among new objects again and again, which takes longer than making them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Outlines(NamedTuple):
     """The part of the completions that one rank has finished which all ranks know."""
 
     rows: bytes  # of _ROW
-    small: list[Small]  # in the same order
+    rare: dict[int, Rare]  # by index: what is not in the row
     whole: dict[int, Rollout]  # by index: completions of which all ranks have the tokens
 
 
@@ -45,7 +62,9 @@ class Bodies:
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator, self._rank = coordinator, coordinator.rank
         self._held: WeakKeyDictionary[Body, Rollout] = WeakKeyDictionary()  # gone with the last outline
+        self._sent: WeakKeyDictionary[Body, set[int]] = WeakKeyDictionary()  # of which this rank is the home: receivers
         self._finished: dict[int, Rollout] = {}  # by index, between `outlines` and `read`
+        self._agreed = -1  # digest of the last plan that all ranks have found to be the same
 
     def serve(self, passes: Passes) -> None:
         """Bring the tokens of samples to the ranks that these passes run them on."""
@@ -59,57 +78,65 @@ class Bodies:
         whole = {index: rollout for index, rollout in finished.items() if not _can_stay(rollout)}
         self._finished = {index: rollout for index, rollout in finished.items() if index not in whole}
         rows = np.zeros(len(self._finished), _ROW)
-        small: list[Small] = []
+        rare: dict[int, Rare] = {}
         for place, (index, rollout) in enumerate(self._finished.items()):
             sampled = rollout.sampled
             count = len(rollout.completion_ids) if sampled is None else sum(sampled)
             first = 0 if sampled is None else sampled.index(True) if count else len(sampled)
             rows[place] = (index, len(rollout.prompt_ids), len(rollout.completion_ids), count, first,
-                           rollout.weights_version, rollout.logprobs is not None)  # fmt: skip
-            small.append((rollout.finish_reason, rollout.infos, rollout.spans))
-        return Outlines(rows.tobytes(), small, whole)
+                           rollout.weights_version, rollout.logprobs is not None, rollout.truncated)  # fmt: skip
+            if rollout.finish_reason not in _REASONS or rollout.infos or rollout.spans is not None:
+                rare[index] = (rollout.finish_reason, rollout.infos, rollout.spans)
+        return Outlines(rows.tobytes(), rare, whole)
 
+    @_without_collections()
     def read(self, gathered: Sequence[Outlines], prompts: Sequence[Prompt], group_size: int) -> dict[int, Rollout]:
         """Return the completions of all ranks by index, in the order of ranks, most of them without tokens."""
+        rows = np.frombuffer(b"".join(data for data, _, _ in gathered), _ROW)
+        homes = np.repeat(np.arange(len(gathered)), [len(data) // _ROW.itemsize for data, _, _ in gathered])
         finished: dict[int, Rollout] = {}
-        for rank, (data, of_rank, whole) in enumerate(gathered):
-            for row, small in zip(np.frombuffer(data, _ROW).tolist(), of_rank, strict=True):
-                index, prompt, completion, sampled, first, version, has_logprobs = row
-                reason, infos, spans = small
-                asked = prompts[index // group_size]
-                body = Body(prompt, completion, sampled, first, {rank}, asked.prompt_id)
-                if rank == self._rank:
-                    self._held[body] = self._finished[index]
-                logprobs: list[float] | None = [] if has_logprobs else None
-                finished[index] = Rollout(
-                    asked, [], [], logprobs, "", reason, version, infos=infos, spans=spans, body=body
-                )
-            if whole:
-                finished |= {index: replace(one, prompt=prompts[index // group_size]) for index, one in whole.items()}
-                finished = dict(sorted(finished.items()))  # the members of a group stay neighbours
+        no_tokens: list[int] = []
+        no_logprobs: list[float] = []
+        for index, prompt, completion, sampled, first, version, has_logprobs, truncated, home in zip(
+            *(rows[name].tolist() for name in _COLUMNS), homes.tolist(), strict=True
+        ):
+            asked = prompts[index // group_size]
+            body = Body(prompt, completion, sampled, first, home, asked.prompt_id)
+            finished[index] = Rollout(
+                asked, no_tokens, no_tokens, no_logprobs if has_logprobs else None, "", _REASONS[truncated], version,
+                None, None, {}, None, None, (), body,
+            )  # fmt: skip
+        for _, rare, whole in gathered:
+            for index, (reason, infos, spans) in rare.items():
+                finished[index] = replace(finished[index], finish_reason=reason, infos=infos, spans=spans)
+            for index, one in whole.items():
+                finished[index] = replace(one, prompt=prompts[index // group_size])
+        for index, rollout in self._finished.items():
+            if (own := finished[index].body) is not None:
+                self._held[own] = rollout
         self._finished = {}
+        if any(whole for _, _, whole in gathered):
+            finished = dict(sorted(finished.items()))  # the members of a group stay neighbours
         return finished
 
     # ---- moves
 
     def move(self, wanted: Iterable[tuple[Body | None, int]]) -> None:
-        """Send tokens to the ranks that want them; None, and who holds them already, is left out."""
-        sends: dict[tuple[int, int], list[Body]] = defaultdict(list)  # by sender and receiver
+        """Send tokens to the ranks that want them. None, and what this rank neither has nor wants, is left out."""
+        outgoing: dict[int, list[Rollout]] = defaultdict(list)
+        incoming: dict[int, list[Body]] = defaultdict(list)
         for body, rank in wanted:
-            if body is not None and rank not in body.holders:
-                sends[min(body.holders), rank].append(body)
-        for (_, receiver), moved in sends.items():
-            for body in moved:
-                body.holders.add(receiver)
-        outgoing = {
-            receiver: [self._held[body] for body in moved]
-            for (sender, receiver), moved in sends.items()
-            if sender == self._rank
-        }
-        senders = [sender for sender, receiver in sends if receiver == self._rank]
-        for sender, rollouts in self._coordinator.exchange(outgoing, senders).items():
-            for body, rollout in zip(sends[sender, self._rank], rollouts, strict=True):
-                self._held[body] = rollout
+            if body is None or rank == body.home:
+                continue
+            if body.home == self._rank:
+                receivers = self._sent.setdefault(body, set())
+                if rank not in receivers:
+                    receivers.add(rank)
+                    outgoing[rank].append(self._held[body])
+            elif rank == self._rank and body not in self._held:
+                incoming[body.home].append(body)
+        for home, rollouts in self._coordinator.exchange(outgoing, list(incoming)).items():
+            self._held.update(zip(incoming[home], rollouts, strict=True))
 
     def whole(self, rollout: Rollout) -> Rollout:
         """Return a completion that this rank holds, with its tokens and the row of its prompt."""
@@ -126,29 +153,28 @@ class Bodies:
 
     def fetch(self, dp_ranks: Sequence[int], samples: Sequence[Sample], plan: StepPlan) -> Sequence[Sample]:
         """Return the samples, those that this rank runs with their tokens. `dp_ranks`: of every rank, in a layout."""
-        if all(sample.body is None for sample in samples):
+        outline = Outline.of(samples)
+        if (outline.homes < 0).all():
             return samples
-        of_ranks = plan.samples_of_ranks()
-        missing = [
-            (samples[i].body, rank)
-            for rank, dp_rank in enumerate(dp_ranks)
-            for i in of_ranks[dp_rank]
-            if (body := samples[i].body) is not None and rank not in body.holders
-        ]
-        if missing:  # not in a second try of this rank alone, after it ran out of memory: its samples are the same
-            self._check_same(of_ranks, samples)
-            self.move(missing)
-        result = list(samples)
-        for i in of_ranks[dp_ranks[self._rank]]:
-            result[i] = self.with_tokens(samples[i])
-        return result
+        of_samples = plan.rank_of_samples()
+        self._check_same(outline, of_samples)
+        receivers: dict[int, list[int]] = defaultdict(list)
+        for rank, dp_rank in enumerate(dp_ranks):
+            receivers[dp_rank].append(rank)
+        comes_or_goes = (outline.homes == self._rank) | (of_samples == dp_ranks[self._rank])
+        places = comes_or_goes.nonzero()[0].tolist()
+        self.move((samples[i].body, rank) for i in places for rank in receivers[int(of_samples[i])])
+        return changed(samples, self.with_tokens)
 
-    def _check_same(self, of_ranks: Sequence[Sequence[int]], samples: Sequence[Sample]) -> None:
-        """Raise on all ranks unless they have computed the same plan from the same outlines."""
-        lengths = np.array([(sample.length, sample.trained) for sample in samples], "<i4")
-        order = np.array([i for of_rank in of_ranks for i in (*of_rank, -1)], "<i4")
-        digest = blake2b(lengths.tobytes() + order.tobytes(), digest_size=7).digest()
-        number = int.from_bytes(digest, "big")
+    def _check_same(self, outline: Outline, of_samples: Ints) -> None:
+        """Raise on all ranks unless they have computed the same plan from the same outlines.
+
+        A rank that runs its samples again, because it ran out of memory, is alone, and all have agreed on them before.
+        """
+        integers = np.stack([outline.lengths, outline.trained, of_samples]).astype("<i4")
+        number = int.from_bytes(blake2b(integers.tobytes(), digest_size=7).digest(), "big")
+        if number == self._agreed:
+            return
         if self._coordinator.max(number) != -self._coordinator.max(-number):
             found = self._coordinator.all_gather(number)
             other = next(rank for rank, of_rank in enumerate(found) if of_rank != found[0])
@@ -156,6 +182,7 @@ class Bodies:
                 f"ranks 0 and {other} have planned different micro batches from the lengths of the same completions; "
                 "run the same versions of Python and of this package on all machines"
             )
+        self._agreed = number
 
     def with_tokens(self, sample: Sample) -> Sample:
         """Return a sample with its tokens, if this rank holds them."""

@@ -2,11 +2,15 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
+from operator import attrgetter, ne
 
 import numpy as np
 
 from swift_megatron_grpo.data.image_reader import ImageReader, Medium
 from swift_megatron_grpo.data.teacher_prompts import TeacherPrompts
+from swift_megatron_grpo.packing.bins import Ints
+from swift_megatron_grpo.packing.outlines import Outline, OutlinedSamples, Prompts, changed
 from swift_megatron_grpo.types import Graded, PlacedImage, Rollout, Sample, TokenSequence
 
 NO_TOKEN = -1  # a token that the policy sampled stands for no image
@@ -20,12 +24,14 @@ def samples_of(
     replays_engine: bool = False,
     teacher_prompts: TeacherPrompts | None = None,
     tag_column: str | None = None,
-) -> list[Sample]:
+) -> Sequence[Sample]:
     """Return a sample for each sequence of the completions; those of a completion are in the order of their tokens.
 
     `replays_engine`: its routers choose the experts that the engine chose. `tag_column`: its value picks the teacher of
     a row.
     """
+    if all(completion.rollout.body is not None for completion in graded):
+        return _outlined(graded, group_size, overlong_filter)
     read: dict[str, list[Medium]] = {}  # by prompt: its images are read once
 
     def place(rollout: Rollout, sequence: TokenSequence) -> tuple[PlacedImage, ...]:
@@ -82,6 +88,41 @@ def samples_of(
     return samples
 
 
+def _outlined(graded: Sequence[Graded], group_size: int, overlong_filter: bool) -> OutlinedSamples:
+    """Return the samples of completions that all stay on their ranks."""
+    bodies = [completion.rollout.body for completion in graded if completion.rollout.body is not None]
+
+    def column(name: str) -> Ints:
+        return np.fromiter(map(attrgetter(name), bodies), np.int64, len(bodies))
+
+    prompts, sampled = column("prompt"), column("sampled")
+    lengths = prompts + column("completion")
+    valid = np.fromiter((completion.reward is not None for completion in graded), np.bool_, len(graded))
+    too_long = np.zeros_like(valid)
+    if overlong_filter:
+        too_long = valid & [completion.rollout.truncated for completion in graded]
+    trained = valid & ~too_long
+    numbers = np.arange(len(bodies))
+    groups = numbers // group_size
+    outline = Outline(
+        lengths=lengths,
+        trained=np.where(trained, sampled, 0),
+        groups=groups,
+        completions=numbers,
+        left_out=np.where(too_long, sampled, 0),
+        homes=column("home"),
+        answers=np.zeros(len(bodies), np.bool_),
+    )
+    rows = [body.prompt_id for body in bodies]
+    differs = np.fromiter(map(ne, rows, islice(rows, 1, None)), np.bool_, max(len(rows) - 1, 0))
+    number = np.concatenate([[0], np.cumsum(differs | (np.diff(groups) > 0))])
+
+    def make(i: int) -> Sample:
+        return _without_tokens(graded[i], i, i // group_size, bool(trained[i]), bool(too_long[i]))
+
+    return OutlinedSamples(outline, Prompts(number, np.minimum(prompts, lengths - 1)), make)
+
+
 def _without_tokens(completion: Graded, index: int, group: int, trained: bool, too_long: bool) -> Sample:
     """Return the sample of a completion whose tokens loop/bodies.py has, on this rank or on another one."""
     rollout = completion.rollout
@@ -102,9 +143,9 @@ def _without_tokens(completion: Graded, index: int, group: int, trained: bool, t
     )
 
 
-def without_routing(samples: Sequence[Sample]) -> list[Sample]:
+def without_routing(samples: Sequence[Sample]) -> Sequence[Sample]:
     """Return samples whose experts the routers choose, as a reference model's do."""
-    return [replace(sample, routed_experts=None) for sample in samples]
+    return changed(samples, lambda sample: replace(sample, routed_experts=None))
 
 
 def as_teacher_reads(samples: Sequence[Sample]) -> list[Sample]:

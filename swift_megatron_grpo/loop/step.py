@@ -58,6 +58,7 @@ from swift_megatron_grpo.loop.step_context import PhaseTimer, StepContext
 from swift_megatron_grpo.loop.training_batches import TrainingBatches
 from swift_megatron_grpo.output.recording.unfinished import UnfinishedRollout, save_unfinished
 from swift_megatron_grpo.packing.collate import num_completions
+from swift_megatron_grpo.packing.outlines import Outline
 from swift_megatron_grpo.settings.config import GRPOConfig
 from swift_megatron_grpo.settings.losses import LossConfig
 from swift_megatron_grpo.training.loss import effective_sample_size, make_loss, reads_entropy, with_answers
@@ -170,9 +171,9 @@ class GRPOLoop:
         )
         return result
 
-    def _update(self, samples: list[Sample], step: StepContext) -> None:
+    def _update(self, samples: Sequence[Sample], step: StepContext) -> None:
         training = self.stages.training
-        if not any(sample.trained for sample in samples):
+        if not Outline.of(samples).trained.any():
             logger.warning(
                 "no completion of this step is trained, so its loss and gradient are 0: --overlong_filter (use a "
                 "larger --max_completion_length) or --bad_reward drop has excluded all of them"
@@ -189,7 +190,7 @@ class GRPOLoop:
                 step.metrics["chord/mu"] = mu = self.config.chord.mu(self._weights_version)
                 loss = with_answers(loss, mu, self.config.chord.chord_enable_phi_function)
                 answers = self.stages.answers.of_step(self._weights_version) if mu > 0 else []
-            metrics = training.train_step([*samples, *answers], loss, self._outputs)
+            metrics = training.train_step([*samples, *answers] if answers else samples, loss, self._outputs)
             step.metrics.update(effective_sample_size(metrics))
         step.metrics["speed/train_tflop"] = training.flops_of_last_step / 1e12
         self._weights_version += 1
@@ -220,10 +221,10 @@ class GRPOLoop:
             of_rank = divergences(policy, reference, self.config.kl.kl_estimator or "k1")
             gathered = stages.coordinator.gather_samples(of_rank, stages.training.parallel)
         penalties = [0.0] * len(graded)
-        for index, sample in enumerate(samples):
-            penalties[sample.completion] += gathered[index]
-        tokens = sum(sample.trained for sample in samples)
-        per_token = sum(penalties) / max(tokens, 1)
+        outline = Outline.of(samples)
+        for index, completion in enumerate(outline.completions.tolist()):
+            penalties[completion] += gathered[index]
+        per_token = sum(penalties) / max(int(outline.trained.sum()), 1)
         counted = sum(completion.reward is not None for completion in graded)  # a dropped one has a penalty of 0
         step.metrics.update(kl=sum(penalties) / max(counted, 1), kl_per_token=per_token)
         penalised = subtract_kl(graded, penalties, self.kl_controller.value)
@@ -235,7 +236,7 @@ class GRPOLoop:
             step.metrics["kl_beta"] = self.kl_controller.value
             self.kl_controller.observe(kl_per_token, completions)
 
-    def _select_tokens(self, samples: list[Sample], step: StepContext) -> None:
+    def _select_tokens(self, samples: Sequence[Sample], step: StepContext) -> None:
         """Exclude tokens from the policy loss, by values of all tokens of the step."""
         training, gather = self.stages.training, self.stages.coordinator.gather_samples
         quantile, second_moment = self.config.top_entropy_quantile, self.config.loss.correction.m2_threshold

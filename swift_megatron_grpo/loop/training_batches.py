@@ -6,7 +6,7 @@ A checkpoint between two of these steps keeps the rollout, and a resumed run con
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, chain, groupby, islice
+from itertools import accumulate, chain, groupby, islice, pairwise
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from swift_megatron_grpo.loop.samples import as_teacher_reads, samples_of, witho
 from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.step_context import StepContext
 from swift_megatron_grpo.output.recording.unfinished import UnfinishedRollout, shared_settings
+from swift_megatron_grpo.packing.outlines import Outline, changed
 from swift_megatron_grpo.settings.algorithm import OPTIMAL_TOKEN
 from swift_megatron_grpo.settings.config import GRPOConfig
 from swift_megatron_grpo.settings.losses import Correction
@@ -30,8 +31,8 @@ class TrainingBatches:
         self._stages = stages
         self.steps_per_rollout = config.batch.steps_per_generation * config.num_iterations
         self.steps_to_skip = steps_done % self.steps_per_rollout  # of the first rollout, which a resumed run had done
-        self._left: deque[list[Sample]] = deque()  # one batch per optimizer step
-        self._batches: list[list[Sample]] = []  # of the whole rollout, each of them once
+        self._left: deque[Sequence[Sample]] = deque()  # one batch per optimizer step
+        self._batches: list[Sequence[Sample]] = []  # of the whole rollout, each of them once
         self._rollout: UnfinishedRollout | None = None  # in training
         self._compared_with_engine = False
 
@@ -39,7 +40,7 @@ class TrainingBatches:
     def is_empty(self) -> bool:
         return not self._left
 
-    def next(self) -> list[Sample]:
+    def next(self) -> Sequence[Sample]:
         return self._left.popleft()
 
     def fill(self, number: int, graded: Sequence[Graded], step: StepContext) -> None:
@@ -105,7 +106,7 @@ class TrainingBatches:
         gathered = self._stages.coordinator.gather_samples(held, self._stages.training.parallel)
         return [gathered.get(index) for index in range(len(values))]
 
-    def _batches_of(self, graded: Sequence[Graded]) -> list[list[Sample]]:
+    def _batches_of(self, graded: Sequence[Graded]) -> list[Sequence[Sample]]:
         grading = self._config.grading
         size = self._config.batch.global_batch_size
         samples = samples_of(
@@ -117,7 +118,9 @@ class TrainingBatches:
             teacher_prompts=self._stages.teacher_prompts,
             tag_column=self._config.teacher.tag_column,
         )
-        return [list(batch) for _, batch in groupby(samples, key=lambda sample: sample.completion // size)]
+        completions = Outline.of(samples).completions
+        edges = np.searchsorted(completions, range(0, len(graded) + size, size)).tolist()
+        return [samples[begin:end] for begin, end in pairwise(edges)]
 
     def _compare_with_engine(self, samples: Sequence[Sample], rollouts: Sequence[Rollout], step: StepContext) -> None:
         """Compare log-probs with the engine's, once in a run, and experts, in every rollout."""
@@ -134,7 +137,7 @@ class TrainingBatches:
             if share is not None:
                 step.metrics["rollout/router_agreement"] = share
 
-    def _add_other_policies(self, batches: Sequence[list[Sample]], from_engine: bool, step: StepContext) -> None:
+    def _add_other_policies(self, batches: list[Sequence[Sample]], from_engine: bool, step: StepContext) -> None:
         """Add the old log-probs, the denominator of the ratio, with R2 the experts that later steps replay, and ratios.
 
         The first step needs none of the old policy: it trains that itself. Every later step gets them from a pass
@@ -161,10 +164,9 @@ class TrainingBatches:
             with step.timer("token_baselines"):
                 self._add_token_advantages(batches)
         if from_engine:
-            for sample in chain.from_iterable(batches):
-                sample.old_logprobs = sample.rollout_logprobs
+            batches[:] = [changed(batch, _with_engine_logprobs) for batch in batches]
 
-    def _add_teacher(self, batches: Sequence[list[Sample]], step: StepContext) -> None:
+    def _add_teacher(self, batches: Sequence[Sequence[Sample]], step: StepContext) -> None:
         """Add the log-ratios of the teacher and the policy, whose old log-probs are from the same kind of pass.
 
         Passes of equal weights over the same samples round alike, so a teacher equal to the policy has ratios of 0.
@@ -184,7 +186,7 @@ class TrainingBatches:
                         pairs = zip(values.logprobs, policy, strict=True)
                         samples[index].teacher_ratios = [theirs - ours for theirs, ours in pairs]
 
-    def _add_token_advantages(self, batches: Sequence[list[Sample]]) -> None:
+    def _add_token_advantages(self, batches: Sequence[Sequence[Sample]]) -> None:
         """Subtract from the reward of a completion, its advantage so far, a baseline for every token."""
         stages, correction, half = self._stages, self._config.loss.correction, self._config.sampling.temperature / 2
         held: dict[int, np.ndarray] = {}
@@ -203,7 +205,12 @@ class TrainingBatches:
                     samples[i].token_advantages = list(islice(rest, len(gathered[i])))
 
     def _queue(
-        self, number: int, graded: Sequence[Graded], batches: list[list[Sample]], from_engine: bool, step: StepContext
+        self,
+        number: int,
+        graded: Sequence[Graded],
+        batches: list[Sequence[Sample]],
+        from_engine: bool,
+        step: StepContext,
     ) -> None:
         """Add reference log-probs, and queue a batch for each optimizer step: `num_iterations` times all of them."""
         reference = self._stages.reference
@@ -213,12 +220,20 @@ class TrainingBatches:
                 for samples in batches:
                     for index, values in reference.infer(without_routing(samples)).items():
                         samples[index].ref_logprobs = values.logprobs
-        first = batches[0] if from_engine else [replace(sample, old_logprobs=None) for sample in batches[0]]
+        first = batches[0] if from_engine else changed(batches[0], _without_old_logprobs)
         steps = [first, *batches[1:], *batches * (self._config.num_iterations - 1)]
         self._left.extend(steps[self.steps_to_skip :])
         self.steps_to_skip = 0
         self._batches = batches
         self._rollout = UnfinishedRollout(number, shared_settings(self._config), graded, [], from_engine)
+
+
+def _with_engine_logprobs(sample: Sample) -> Sample:
+    return replace(sample, old_logprobs=sample.rollout_logprobs)
+
+
+def _without_old_logprobs(sample: Sample) -> Sample:
+    return replace(sample, old_logprobs=None)
 
 
 def corrected_energies(sample: Sample, sharper: Sequence[float], correction: Correction) -> np.ndarray:

@@ -22,12 +22,37 @@ def sums(numbers: Ints, values: Floats | Ints, count: int) -> Floats:
 
 
 def fewest_bins(sizes: Ints, room: int) -> int:
-    """Return the number of bins that best-fit decreasing opens: each size goes where it leaves the least room."""
-    rooms: list[int] = []
-    for size in sizes.tolist():
-        at = bisect_left(rooms, size)
-        insort(rooms, (rooms.pop(at) if at < len(rooms) else room) - size)
-    return len(rooms)
+    """Return the number of bins that best-fit decreasing opens: each size goes where it leaves the least room.
+
+    Bins with as much room are alike, and the items of one size fill the tightest of them first, so both are counted.
+    """
+    opened = 0
+    rooms: list[int] = []  # of open bins, sorted, each once
+    bins: dict[int, int] = {}  # by room
+
+    def add(left: int, number: int) -> None:
+        if number and left not in bins:
+            insort(rooms, left)
+        if number:
+            bins[left] = bins.get(left, 0) + number
+
+    values, numbers = np.unique(sizes, return_counts=True)
+    for size, items in zip(values[::-1].tolist(), numbers[::-1].tolist(), strict=True):
+        while items:
+            at = bisect_left(rooms, size)
+            if at < len(rooms):
+                left = rooms.pop(at)
+                tightest = bins.pop(left)
+            else:
+                left, tightest = room, -(-items // (room // size))
+                opened += tightest
+            each = left // size
+            full, rest = divmod(min(items, tightest * each), each)
+            items -= full * each + rest
+            add(left - each * size, full)
+            add(left - rest * size, int(rest > 0))
+            add(left, tightest - full - (rest > 0))
+    return opened
 
 
 def assign(sizes: Ints, work: Floats, room: int, ranks: int, per_rank: int, evenly: int) -> Ints | None:

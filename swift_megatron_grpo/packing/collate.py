@@ -5,14 +5,15 @@ batch; k: completion tokens whose log-prob this rank computes; s: sequences; g: 
 several of them share and what continues it.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from swift_megatron_grpo.packing.bins import sums
 from swift_megatron_grpo.packing.images import PackedImages, pack_images, positions_of
+from swift_megatron_grpo.packing.outlines import Outline
 from swift_megatron_grpo.packing.plan import Alignment, zigzag_positions
 from swift_megatron_grpo.packing.routing import pack_routing
 from swift_megatron_grpo.packing.segments import PackedLayout, lay_out
@@ -28,33 +29,38 @@ class Normalisers:
     loss_completions: int  # including those that --overlong_filter removes; divisor of losses
     loss_tokens: int  # trained tokens of loss_completions
     loss_groups: int  # groups of loss_completions
-    tokens_of: Mapping[int, int]  # trained tokens of each numbered completion, in all its sequences
+    tokens_of: Mapping[int, int]  # trained tokens of each completion of several sequences
     sft_tokens: int  # trained tokens of given answers, which none of the others counts
 
 
 def count(samples: Sequence[Sample]) -> Normalisers:
-    answers = [sample for sample in samples if sample.sft_weights is not None]
-    samples = [sample for sample in samples if sample.sft_weights is None]
-    trained = [sample.trained for sample in samples]
-    in_loss = [tokens + sample.left_out for tokens, sample in zip(trained, samples, strict=True)]
-    tokens_of: Counter[int] = Counter()
-    for tokens, sample in zip(trained, samples, strict=True):
-        tokens_of[sample.completion] += tokens
+    every = Outline.of(samples)
+    sampled = every.pick((~every.answers).nonzero()[0])
+    in_loss = sampled.trained + sampled.left_out
+    counted = sampled.pick(in_loss.nonzero()[0])
+    numbered = sampled.pick((sampled.completions >= 0).nonzero()[0])
+    sequences = np.bincount(numbered.completions)
+    tokens = sums(numbered.completions, numbered.trained, len(sequences)).astype(np.int64)
+    [several] = (sequences > 1).nonzero()
     return Normalisers(
-        sequences=sum(t > 0 for t in trained),
-        tokens=sum(trained),
-        loss_completions=num_completions([s for t, s in zip(in_loss, samples, strict=True) if t > 0]),
-        loss_tokens=sum(in_loss),
-        loss_groups=len({sample.group for t, sample in zip(in_loss, samples, strict=True) if t > 0}),
-        tokens_of={number: tokens for number, tokens in tokens_of.items() if number >= 0},
-        sft_tokens=sum(sample.trained for sample in answers),
+        sequences=int(np.count_nonzero(sampled.trained)),
+        tokens=int(sampled.trained.sum()),
+        loss_completions=_num_completions(counted),
+        loss_tokens=int(in_loss.sum()),
+        loss_groups=len(np.unique(counted.groups)),
+        tokens_of=dict(zip(several.tolist(), tokens[several].tolist(), strict=True)),
+        sft_tokens=int(every.trained[every.answers].sum()),
     )
 
 
 def num_completions(samples: Sequence[Sample]) -> int:
     """Return the number of completions that these sequences belong to; a given answer belongs to none."""
-    sampled = [sample.completion for sample in samples if sample.sft_weights is None]
-    return sum(number < 0 for number in sampled) + len({number for number in sampled if number >= 0})
+    return _num_completions(Outline.of(samples))
+
+
+def _num_completions(outline: Outline) -> int:
+    numbers = outline.completions[~outline.answers]
+    return int(np.count_nonzero(numbers < 0) + np.count_nonzero(np.bincount(numbers[numbers >= 0])))
 
 
 @dataclass(frozen=True, slots=True)

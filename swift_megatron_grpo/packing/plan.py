@@ -36,6 +36,14 @@ class StepPlan:
             self, assignment=joined, over_budget=(*self.over_budget, *(first + i for i in other.over_budget))
         )
 
+    def rank_of_samples(self) -> Ints:
+        """Return the data-parallel rank of each sample."""
+        of_ranks = self.samples_of_ranks()
+        ranks = np.repeat(np.arange(len(of_ranks)), [len(of_rank) for of_rank in of_ranks])
+        result = np.empty_like(ranks)
+        result[np.array([i for of_rank in of_ranks for i in of_rank])] = ranks
+        return result
+
     def samples_of_ranks(self) -> list[tuple[int, ...]]:
         return [tuple(i for batch in rank for i in batch) for rank in self.assignment]
 

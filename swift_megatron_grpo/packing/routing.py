@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from swift_megatron_grpo.packing.outlines import OutlinedSamples
 from swift_megatron_grpo.packing.segments import PackedLayout
 from swift_megatron_grpo.types import ExpertRows, Sample
 
@@ -34,6 +35,8 @@ def layers_with_experts(num_layers: int, frequency: int | Sequence[int]) -> tupl
 
 def routing_shape(samples: Sequence[Sample]) -> tuple[int, int] | None:
     """Return layers and k of the samples with a given routing; None: routers choose for all of them."""
+    if isinstance(samples, OutlinedSamples):  # completions with experts do not stay on one rank
+        return None
     shapes = {sample.routed_experts.shape[1:] for sample in samples if sample.routed_experts is not None}
     if len(shapes) > 1:
         raise ValueError(f"the routing of samples differs in layers and experts per token: {sorted(shapes)}")

@@ -9,8 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 
+from swift_megatron_grpo.packing.bins import Ints
+from swift_megatron_grpo.packing.outlines import OutlinedSamples
 from swift_megatron_grpo.packing.plan import Alignment, padded_lengths
 from swift_megatron_grpo.types import Sample
 
@@ -74,7 +77,7 @@ class PackedLayout:
 
 def lay_out(samples: Sequence[Sample], align: Alignment, share_prompts: bool) -> PackedLayout:
     """Return the layout of a micro batch of these samples. Sharing requires that no sequence is cut (CP 1)."""
-    common = shared_with_previous(samples) if share_prompts else [0] * len(samples)
+    common = shared_with_previous(samples).tolist() if share_prompts else [0] * len(samples)
     pieces = _pieces([sample.length for sample in samples], common)
     rooms = padded_lengths([end - begin for _, begin, end, _ in pieces], align)
     starts = accumulate(rooms, initial=0)
@@ -104,13 +107,16 @@ def _pieces(lengths: Sequence[int], common: Sequence[int]) -> list[tuple[int, in
     return pieces
 
 
-def shared_with_previous(samples: Sequence[Sample]) -> list[int]:
+def shared_with_previous(samples: Sequence[Sample]) -> Ints:
     """Return how many tokens each sample begins with like the one before it, which they share; 0: it shares none.
 
     4 million tokens are compared in 0.1 s.
     """
+    if isinstance(samples, OutlinedSamples):
+        return samples.prompts.shared_with_previous()
     pairs = pairwise(samples)
-    return [0, *(shared_tokens(one, other) if one.group == other.group else 0 for one, other in pairs)][: len(samples)]
+    shared = [shared_tokens(one, other) if one.group == other.group else 0 for one, other in pairs]
+    return np.array([0, *shared][: len(samples)], np.int64)
 
 
 def shared_tokens(one: Sample, other: Sample) -> int:

@@ -14,6 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from swift_megatron_grpo.packing.collate import MicroBatch, ModelInputs, collate, count
 from swift_megatron_grpo.packing.filling import Filled, filled
+from swift_megatron_grpo.packing.outlines import Outline
 from swift_megatron_grpo.packing.plan import Alignment, StepPlan
 from swift_megatron_grpo.packing.routing import ExpertLayers, layers_with_experts, routing_shape
 from swift_megatron_grpo.packing.segments import lay_out
@@ -70,7 +71,7 @@ class Passes:
 
     def filled(self, samples: Sequence[Sample]) -> Filled:
         """Add sequences that fill micro batches of a fixed size; a token budget, and steps with answers, need none."""
-        fixed = self.settings.max_tokens is None and all(sample.sft_weights is None for sample in samples)
+        fixed = self.settings.max_tokens is None and not Outline.of(samples).answers.any()
         return filled(samples, self.fewest_samples if fixed else 1)
 
     def plan(self, samples: Sequence[Sample]) -> StepPlan:
@@ -171,7 +172,7 @@ class Passes:
 
     def _memory_advice(self, samples: Sequence[Sample], train: bool) -> str:
         settings = self.settings
-        longest = max(sample.length for sample in samples)
+        longest = int(Outline.of(samples).lengths.max())
         if not train and settings.infer_max_tokens is not None:
             return smaller_micro_batches(
                 "--infer_max_tokens_per_micro_batch", settings.infer_max_tokens, 0, longest, train
@@ -230,7 +231,7 @@ class Passes:
         """Halve the token budget; return False if it cannot be lower. In training, all ranks do."""
         settings = self.settings
         budget = settings.max_tokens if train else settings.infer_max_tokens or settings.max_tokens
-        smaller = None if budget is None else halved(budget, max(sample.length for sample in samples))
+        smaller = None if budget is None else halved(budget, int(Outline.of(samples).lengths.max()))
         if smaller is None or not passes_are_independent(self.config, self.parallel):
             return False
         flag = "--max_tokens_per_micro_batch" if train else "--infer_max_tokens_per_micro_batch"

@@ -11,6 +11,7 @@ from mcore_bridge import ModelConfig
 from swift_megatron_grpo.packing.bins import Floats
 from swift_megatron_grpo.packing.bundles import SampleWork, plan_within, shared_if_worth_it
 from swift_megatron_grpo.packing.flops import DeltaNets, FlopsModel, VisionTowerFlops
+from swift_megatron_grpo.packing.outlines import Outline, pick
 from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count, refill, regroup
 from swift_megatron_grpo.packing.routing import layers_with_experts
 from swift_megatron_grpo.packing.segments import shared_with_previous
@@ -45,8 +46,8 @@ class Planner:
 
     def plan(self, samples: Sequence[Sample], settings: EngineSettings) -> StepPlan:
         """Plan completions, and the answers that follow them, in micro batches of their own."""
-        completions = [sample for sample in samples if sample.sft_weights is None]
-        answers = samples[len(completions) :]
+        number = int(np.count_nonzero(~Outline.of(samples).answers))
+        completions, answers = samples[:number], samples[number:]
         plan = self._plan(completions, settings)
         if not answers:
             return plan
@@ -74,7 +75,7 @@ class Planner:
             shares = settings if plan.share_prompts else replace(settings, share_prompts_from=None)
 
             def fill(indices: Sequence[int], multiple: int) -> StepPlan:
-                chosen = [samples[i] for i in indices]
+                chosen = pick(samples, indices)
                 return self._plan_within(budget, chosen, ranks=1, multiple=multiple, settings=shares, train=False)
 
             return refill(plan, fill, self._group_size)
@@ -102,12 +103,11 @@ class Planner:
         return plan_within(budget, work, ranks, self._align, multiple, settings.share_prompts_from)
 
     def _work(self, samples: Sequence[Sample], settings: EngineSettings) -> SampleWork:
-        lengths = np.array([sample.length for sample in samples])
-        completions = np.array([sample.trained for sample in samples])
+        outline = Outline.of(samples)
         images = self._image_work(samples, settings.vision_tower_share)
         shares = settings.share_prompts_from is not None
-        shared = np.array(shared_with_previous(samples)) if shares else np.zeros_like(lengths)
-        return SampleWork(lengths, completions, images, self._flops, shared)
+        shared = shared_with_previous(samples) if shares else np.zeros_like(outline.lengths)
+        return SampleWork(outline.lengths, outline.trained, images, self._flops, shared)
 
     def _image_work(self, samples: Sequence[Sample], share: float) -> Floats | None:
         """Return the FLOPs of the images of each sample, as if it did not share them with others of its micro batch."""

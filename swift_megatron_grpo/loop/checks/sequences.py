@@ -12,7 +12,7 @@ class SeveralSequences(RuntimeError):
 
 def check_sequences(graded: Sequence[Graded], config: GRPOConfig) -> None:
     """Raise SeveralSequences if a completion has several and a setting reads its only one."""
-    sequences = sum(len(completion.rollout.sequences) for completion in graded)
+    sequences = sum(1 + len(completion.rollout.earlier) for completion in graded)
     needs_one = {
         f"--loss_type {config.loss.name} reads completions of one sequence; use another --loss_type": (
             config.loss.name in ("real", "vespo")  # all sequences of a completion, or of a group, in one formula

@@ -36,7 +36,7 @@ def test_what_is_added_counts_nowhere() -> None:
     result = filled(samples, 4)
     assert len(result.samples) == 8 and asdict(count(result.samples)) == asdict(count(samples))
     answer = Sample([5, 6], [False, True], 0.0, sft_weights=[1.0])
-    assert num_completions([*samples, answer]) == 3 and count(samples).tokens_of == {0: 2, 1: 2, 2: 1}
+    assert num_completions([*samples, answer]) == 3 and count(samples).tokens_of == {0: 2, 1: 2}  # 2 has one
     added = next(each for place, each in enumerate(result.samples) if place not in result.places)
     assert added.ref_logprobs == [] and added.old_logprobs is None  # as the loss needs them of all samples
 
