@@ -9,6 +9,7 @@ import ctypes
 import os
 import re
 import shutil
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -59,6 +60,7 @@ class CheckpointWriter:
         self._output_dir = output_dir.absolute()
         self._ranks = ranks
         self._ranks_of_rank_0 = ranks.all_gather(ranks_of_this_machine)[0]
+        self._named = ranks.all_gather(f"rank {ranks.rank} on {socket.gethostname()}")
         self._threads = threads_of_a_rank(ranks_of_this_machine)
         self._identity = identity
         self._log = log
@@ -172,16 +174,18 @@ class CheckpointWriter:
         try:
             yield
         except only as error:
-            reason = reason_of(error) or why_full(self._output_dir)
+            reason, failed = reason_of(error) or why_full(self._output_dir), self._ranks.rank
             if isinstance(error, CheckpointException):  # raised by all ranks, but only rank 0 has its cause
-                reason = next((other for other in self._ranks.all_gather(reason) if other is not None), None)
+                failed = next(iter(error.failures), failed)
+                reasons = self._ranks.all_gather((reason, failed))
+                reason, failed = next((each for each in reasons if each[0] is not None), (None, failed))
             if reason is None:
                 raise
             free = free_bytes(self._output_dir)
             self._remove(pending)
             raise NoSpace(
-                f"no space: {pending.folder} could not be written: {reason}, with {format_bytes(free)} free; the "
-                f"incomplete checkpoint is removed; {self._advice()}"
+                f"no space: {pending.folder} could not be written by {self._named[failed]}: {reason}, with "
+                f"{format_bytes(free)} free; the incomplete checkpoint is removed; {self._advice()}"
             ) from error
 
     def _remove(self, pending: _Pending) -> None:

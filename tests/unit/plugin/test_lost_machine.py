@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -35,17 +36,51 @@ dist.barrier()
 """
 
 
+# Each rank saves its part of two checkpoints. Before the second one, the disk of machine 1 is full.
+SAVING_RANK = """
+import resource
+from pathlib import Path
+import torch, torch.distributed as dist
+from torch.distributed import checkpoint
+from swift_megatron_grpo.output.checkpoints.saving import CheckpointWriter
+from swift_megatron_grpo.runtime.refusals import lost_connections_reported_by_torchrun
+from tests.unit.output.checkpoints.saved import IDENTITY
+
+class Ranks:
+    def __init__(self):
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+    def all_gather(self, value):
+        values = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+    def all_gather_or_raise(self, work, task):
+        return self.all_gather(work())
+
+dist.init_process_group("gloo")
+output = Path("output").absolute()
+writer = CheckpointWriter(output, Ranks(), 1, IDENTITY, print)
+with lost_connections_reported_by_torchrun():
+    for step in (1, 2):
+        if step == 2 and dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, resource.RLIM_INFINITY))
+        with writer.writing(step, 0, 0.0):
+            weights = {f"of rank {dist.get_rank()}": torch.ones(2**18)}
+            checkpoint.save(weights, storage_writer=checkpoint.FileSystemWriter(output / f"checkpoint-{step}"))
+        writer.finish()
+"""
+
+
 started: list[Machine] = []
 
 
 class Machine:
     """A torchrun of a run on two machines, and its rank."""
 
-    def __init__(self, folder: Path, number: int, port: int, *flags: str) -> None:
+    def __init__(self, folder: Path, number: int, port: int, *flags: str, rank: str = RANK) -> None:
         self.folder, self.number = folder, number
         script = folder / "swift" / "cli" / "_megatron" / "rlhf.py"
         script.parent.mkdir(parents=True, exist_ok=True)
-        script.write_text(RANK)
+        script.write_text(rank)
         torchrun = str(Path(sys.executable).with_name("torchrun"))
         command = [torchrun, "--nnodes", "2", "--nproc_per_node", "1", "--node_rank", str(number),
                    "--master_addr", "127.0.0.1", "--master_port", str(port), str(script), "--rlhf_type", "grpo",
@@ -158,3 +193,17 @@ def test_a_rank_that_fails_is_named_on_the_other_machine(folder: Path) -> None:
     assert "swift_megatron_grpo: machine 1 (" in line and "rank 1) has ended: local rank 0, exit code 1. The ra" in line
     code, output = machines[1].finish(60)
     assert code == 1 and "ValueError: a step failed" in output
+
+
+def test_a_full_disk_of_one_machine_is_named_on_both(folder: Path) -> None:
+    """A limit on the size of a file stands in for the full disk: it needs no rights."""
+    (folder / "output").mkdir()
+    port = free_port()
+    machines = [Machine(folder, number, port, rank=SAVING_RANK) for number in (0, 1)]
+    for machine in machines:
+        code, output = machine.finish(90)
+        assert code == 1
+        disk = f"{folder}/output/checkpoint-2 could not be written by rank 1 on {socket.gethostname()}: a file may not"
+        [line] = {line for line in output.splitlines() if disk in line}
+        assert line.endswith(f"the newest whole one is {folder}/output/checkpoint-1")
+    assert not (folder / "output" / "checkpoint-2").exists()

@@ -92,7 +92,9 @@ def test_a_full_disk_is_named_and_the_incomplete_checkpoint_removed(tmp_path: Pa
     save(tmp_path, 1)
     saving = writer(tmp_path)
     folder = tmp_path / "checkpoint-2"
-    expected = rf"no space: {folder} could not be written: .*; the incomplete checkpoint is removed; .*checkpoint-1"
+    expected = (
+        rf"no space: {folder} could not be written by rank 0 on .*: .*; the incomplete .* removed; .*checkpoint-1"
+    )
     with file_size_limit(2**16), pytest.raises(NoSpace, match=expected), saving.writing(2, 0, estimate=0):
         write_files(folder, 2)
         (tmp_path / "last-checkpoint").symlink_to("checkpoint-2")
@@ -124,7 +126,10 @@ def test_a_disk_that_is_full_when_the_manifest_is_written(tmp_path: Path) -> Non
     saving = writer(tmp_path)
     with saving.writing(1, 0, estimate=0):
         write_files(tmp_path / "checkpoint-1", 0)
-    with file_size_limit(100), pytest.raises(NoSpace, match="could not be written: a file may not be larger"):
+    with (
+        file_size_limit(100),
+        pytest.raises(NoSpace, match=r"written by rank 0 on .*: a file may not be larger"),
+    ):
         saving.finish()
     assert not (tmp_path / "checkpoint-1").exists()
 
