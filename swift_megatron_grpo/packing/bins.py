@@ -66,9 +66,9 @@ def assign(sizes: Ints, work: Floats, room: int, ranks: int, per_rank: int, even
     item would be next again.
     """
     total = len(sizes)
-    alone = ranks == 1
-    if alone:  # its bins take items as ranks with a bin each do
-        ranks, per_rank = per_rank, 1
+    if ranks == 1:
+        alone = _assign_to_one(sizes.tolist(), work.tolist(), room, per_rank, evenly)
+        return None if alone is None else np.array(alone)
     result = np.empty(total, np.int64)
     free = np.full((ranks, per_rank), room)
     most_free = np.full(ranks, room)
@@ -76,9 +76,6 @@ def assign(sizes: Ints, work: Floats, room: int, ranks: int, per_rank: int, even
     empty = ranks * per_rank
     begin = 0
     while begin < total:
-        if alone and begin >= evenly:
-            rest = _best_fit(sizes[begin:].tolist(), free[:, 0].tolist(), room)
-            return None if rest is None else np.concatenate([result[:begin], rest])
         spare = total - begin - empty  # items that need not open a bin
         need = sizes[begin : begin + ranks] if spare else np.full(ranks, room)  # the last items open the empty bins
         [open_ranks] = (most_free >= need[0]).nonzero()
@@ -110,17 +107,28 @@ def assign(sizes: Ints, work: Floats, room: int, ranks: int, per_rank: int, even
     return result
 
 
-def _best_fit(sizes: Sequence[int], free: Sequence[int], room: int) -> list[int] | None:
-    """Assign items to the bins of one rank where they leave the least room: one by one, for which lists are faster."""
-    rooms = sorted(zip(free, range(len(free)), strict=True))
-    empty = free.count(room)
+def _assign_to_one(
+    sizes: Sequence[int], work: Sequence[float], room: int, per_rank: int, evenly: int
+) -> list[int] | None:
+    """Assign items to the bins of one rank, one after the other, for which lists are faster."""
+    free, empty, smallest = [room] * per_rank, per_rank, min(sizes)
+    candidates: list[tuple[float, int]] = [(0.0, b) for b in range(per_rank)]  # sorted by work or, later, by room
     bins: list[int] = []
-    for left, size in zip(range(len(sizes), 0, -1), sizes, strict=True):
-        at = bisect_left(rooms, (room if left == empty else size, 0))
-        if at == len(rooms):
+    for item, size in enumerate(sizes):
+        by_room = item >= evenly
+        if item == evenly:
+            candidates = sorted((free[b], b) for _, b in candidates)
+        need = room if len(sizes) - item == empty else size
+        if by_room:
+            at = bisect_left(candidates, (need, 0))
+        else:
+            at = next((place for place, (_, b) in enumerate(candidates) if free[b] >= need), len(candidates))
+        if at == len(candidates):
             return None
-        most, chosen = rooms.pop(at)
-        empty -= most == room
-        insort(rooms, (most - size, chosen))
+        of_bin, chosen = candidates.pop(at)
+        empty -= free[chosen] == room
+        free[chosen] -= size
+        if free[chosen] >= smallest:
+            insort(candidates, (free[chosen] if by_room else of_bin + work[item], chosen))
         bins.append(chosen)
     return bins
