@@ -226,7 +226,7 @@ def test_a_batch_has_all_sequences_of_its_completions() -> None:
     for number, batch in enumerate(run.policy.trained):
         assert [sample.completion - 2 * number for sample in batch] == [0, 0, 0, 1]
         assert len({sample.advantage for sample in batch[:3]}) == 1 and {sample.group for sample in batch} == {number}
-        assert [sample.tokens[:2] for sample in batch[:2]] == [[1, 9]] * 2
+        assert [sample.tokens[:2] for sample in batch[:3]] == [[1, 2], [1, 9], [1, 9]]  # in order
 
 
 def test_the_kl_in_the_reward_is_that_of_all_sequences() -> None:
