@@ -56,7 +56,6 @@ def versions(rollouts: Path) -> list[set[int]]:
     return [set(pandas.read_json(file, lines=True).weights_version) for file in files]
 
 
-@pytest.mark.nightly
 def test_at_staleness_0_the_run_is_bitwise_equal_to_a_synchronous_one(
     folder: Path, dense: Path, dataset: Path, server: RolloutServer
 ) -> None:

@@ -62,7 +62,6 @@ orms["mine"] = Mine
 """
 
 
-@pytest.mark.nightly
 @pytest.mark.e2e
 def test_a_reward_that_raises_and_a_model_without_weights_end_the_run(folder: Path, dense: Path, dataset: Path) -> None:
     (plugin := folder / "raises.py").write_text(RAISES)

@@ -227,7 +227,6 @@ def test_a_server_serves_one_run_at_a_time(dense: Path, servers: list[RolloutSer
 ADAPTER = ["--tuner_type", "lora", "--vllm_enable_lora", "true", "--lr", "1e-2", "--train_iters", "3"]
 
 
-@pytest.mark.nightly
 def test_sending_only_the_adapter_matches_between_server_and_colocate(folder: Path, dense: Path, dataset: Path) -> None:
     """Both engines run the trained adapter on the unchanged weights of the checkpoint."""
     server = RolloutServer(dense, folder / "with adapter.txt", ["--vllm_enable_lora", "true"]).start()
