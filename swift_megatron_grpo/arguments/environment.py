@@ -36,7 +36,7 @@ from swift_megatron_grpo.data.checks import refuse_rows, without_row_numbers
 from swift_megatron_grpo.data.files import DATA_SUFFIXES, fault_of_name
 from swift_megatron_grpo.generation.conversations import checks as turns
 from swift_megatron_grpo.generation.conversations.agent_flag import scheduler_of
-from swift_megatron_grpo.generation.conversations.agents import AgentScheduler
+from swift_megatron_grpo.generation.conversations.agents import is_agent
 from swift_megatron_grpo.generation.conversations.checks import check_registered
 from swift_megatron_grpo.generation.vllm.engine_kwargs import parse_json_object, passed_on
 from swift_megatron_grpo.generation.vllm.model_packages import fault_of_packages
@@ -254,8 +254,8 @@ def _check_turns(args: DerivedArguments) -> None:
 
 
 def check_agent_reads_text(scheduler: str | None, media: str | None) -> None:
-    """Refuse rows with media for an agent: its calls have messages of text alone. `media`: that the rows have."""
-    if media is not None and issubclass(multi_turns.get(scheduler, object), AgentScheduler):
+    """Refuse rows with media for an agent. `media`: that the rows have."""
+    if media is not None and is_agent(scheduler):
         raise ValueError(
             f"--multi_turn_scheduler {scheduler}: rows of the dataset have {media}, which calls of an agent cannot "
             "have; use a scheduler with step(), or rows of text"

@@ -100,6 +100,11 @@ class AgentScheduler(MultiTurnScheduler):
         return [*others, last.model_copy(update={"rollout_infos": infos})]
 
 
+def is_agent(scheduler: str | None) -> bool:
+    """Return True if this scheduler runs an agent, whose calls have messages of text alone."""
+    return issubclass(multi_turns.get(scheduler, object), AgentScheduler)
+
+
 @dataclass
 class AgentRollout:
     """The calls of one agent. They arrive in the proxy's thread and are answered in the event loop of the engine.

@@ -23,7 +23,7 @@ from swift_megatron_grpo.packing.expert_rows import decode_rows, encode_rows
 from swift_megatron_grpo.types import ExpertRows
 
 T = TypeVar("T")
-PROTOCOL = 18  # increased by every change that is not compatible
+PROTOCOL = 19  # increased by every change that is not compatible
 NO_WEIGHTS = -1  # version of a server that has the checkpoint's weights, or newer ones only in part
 RUN_HEADER = "X-GRPO-Run"  # the name of the run that sends a request; the status shows it
 RUN_SECRET_HEADER = "X-GRPO-Run-Secret"  # proves that the request is from that run; no server reports it
@@ -177,6 +177,7 @@ class ConversationSettings:
     max_turns: StrictInt | None
     gym_env: str | None  # key of swift.rollout.envs, for rows that name none
     use_gym_env: StrictBool  # the environment's reward is one of the rewards
+    reads_media: StrictBool = True  # False: the calls of its agent have messages of text alone
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,12 @@ def problems_of(status: ServerStatus, config: ServerConfig) -> list[str]:
         "--vllm_enable_lora true must be set for the server as well; start it with --vllm_enable_lora true": (
             rank is not None and not status.enable_lora
         ),
+        "it runs an agent, whose calls have messages of text, and rows of the dataset have images, videos or "
+        "recordings; start it with a scheduler that has step(), or train rows of text": (
+            status.conversations is not None
+            and not status.conversations.reads_media
+            and max(config.images, config.videos, config.recordings) > 0
+        ),
         f"its vllm_max_lora_rank ({status.max_lora_rank}) is below --lora_rank {rank}; start it with "
         f"--vllm_max_lora_rank {rank}": rank is not None and status.enable_lora and status.max_lora_rank < rank,
     }

@@ -26,6 +26,7 @@ from swift_megatron_grpo import __version__
 from swift_megatron_grpo.data.images import MAX_PIXELS, check_sent, digest_of
 from swift_megatron_grpo.data.recordings import check_heard
 from swift_megatron_grpo.data.videos import MAGIC, Frames
+from swift_megatron_grpo.generation.conversations.agents import is_agent
 from swift_megatron_grpo.generation.protocol import messages
 from swift_megatron_grpo.generation.server import gate, pipe, schema
 from swift_megatron_grpo.generation.server.arguments import GRPORolloutArguments
@@ -122,8 +123,9 @@ class RolloutRoutes:
         conversations = None
         if args.multi_turn_scheduler:
             conversations = messages.ConversationSettings(
-                args.multi_turn_scheduler, args.max_turns, args.gym_env, bool(args.use_gym_env)
-            )
+                args.multi_turn_scheduler, args.max_turns, args.gym_env, bool(args.use_gym_env),
+                reads_media=not is_agent(args.multi_turn_scheduler),
+            )  # fmt: skip
         now = time.monotonic()
         if self._lease.touch(run, now):
             self.weights_version = messages.NO_WEIGHTS  # they belong to another run

@@ -13,7 +13,7 @@ from swift_megatron_grpo.generation.protocol.messages import PROTOCOL, Completio
 from swift_megatron_grpo.generation.remote.compatibility import notes_on, problems_of, refusal
 from swift_megatron_grpo.runtime.http import Refused
 from swift_megatron_grpo.settings.config import ServerConfig
-from swift_megatron_grpo.settings.servers import Engine, Servers
+from swift_megatron_grpo.settings.servers import Engine, RemoteTurnsConfig, Servers
 from tests.unit.settings.flags import faults, of
 
 
@@ -124,6 +124,16 @@ def test_a_server_of_several_devices_receives_no_weights_in_flight() -> None:
     [message] = problems_of(several, replace(CONFIG, updates_in_flight=True))
     assert "loads weights only while it generates nothing" in message and "one `swift rollout` per GPU" in message
     assert problems_of(several, CONFIG) == [] == problems_of(status(), replace(CONFIG, updates_in_flight=True))
+
+
+@pytest.mark.parametrize("kind", ["images", "videos", "recordings"])
+def test_an_agent_on_a_server_is_refused_for_rows_with_media(kind: str) -> None:
+    run = replace(CONFIG, turns=RemoteTurnsConfig(None), **{kind: 1})
+    takes = {"images_per_prompt": 1, "videos_per_prompt": 1, "recordings_per_prompt": 1}
+    [message] = problems_of(status(**takes, conversations=replace(GYM, reads_media=False)), run)
+    assert message.startswith("it runs an agent, whose calls have messages of text")
+    assert problems_of(status(**takes, conversations=GYM), run) == []
+    assert problems_of(status(conversations=replace(GYM, reads_media=False)), replace(run, **{kind: 0})) == []
 
 
 @pytest.mark.parametrize(("here", "there"), [("fp8", "none"), ("none", "fp8")])
