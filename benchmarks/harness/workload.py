@@ -87,7 +87,8 @@ def training_flops(
     for prompt, group in zip(prompts, completions, strict=True):
         bundles = [group] if shared else [[tokens] for tokens in group]
         for one in bundles:
-            flops += model.of_bundle([prompt + tokens for tokens in one], [prompt] * (len(one) - 1), sum(one))
+            copies = (len(one) - 1) * model.of_sequence(prompt, 0)
+            flops += sum(model.of_sequence(prompt + tokens, tokens) for tokens in one) - copies
     return passes * flops
 
 

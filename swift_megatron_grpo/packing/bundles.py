@@ -64,7 +64,7 @@ class SampleWork:
         return sums(bundles.numbers(), self.lengths - self._repeated(bundles), len(bundles)).astype(np.int64)
 
     def flops(self, bundles: Bundles) -> Floats:
-        """Return the FLOPs of each bundle, as FlopsModel.of_bundle; its samples show the same images."""
+        """Return the FLOPs of each bundle; its samples show the same images."""
 
         def total(values: Floats | Ints) -> Floats:
             return sums(bundles.numbers(), values, len(bundles))

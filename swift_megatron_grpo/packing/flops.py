@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -85,11 +84,6 @@ class FlopsModel:
     def of_sequence(self, tokens: N, completion_tokens: N) -> N:
         linear = self.per_token + self.per_token_squared * tokens
         return linear * tokens + self.per_completion_token * completion_tokens
-
-    def of_bundle(self, tokens: Sequence[int], shared: Sequence[int], completion_tokens: int) -> float:
-        """Return the FLOPs of sequences of `tokens`, of which each but the first shares some with the one before it."""
-        own = sum(self.of_sequence(length, 0) for length in tokens) - sum(self.of_sequence(c, 0) for c in shared)
-        return own + self.per_completion_token * completion_tokens
 
 
 @dataclass(frozen=True, slots=True)

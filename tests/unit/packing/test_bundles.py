@@ -139,11 +139,11 @@ def test_the_page_has_the_flops_that_sharing_saves() -> None:
     for where, *cells in rows:
         prompt, completion, size = map(int, where.split(" / "))
         tokens = size * (prompt + completion) / (prompt + size * completion)
-        saved = [
-            size * model.of_sequence(prompt + completion, completion)
-            / model.of_bundle([prompt + completion] * size, [prompt] * (size - 1), size * completion)
+        works = [
+            work_of([prompt + completion] * size, [completion] * size, model, shared(1, size, prompt))
             for model in models
-        ]  # fmt: skip
+        ]
+        saved = [work.alone().sum() / work.flops(work.groups()).item() for work in works]
         assert cells == [f"{value:.2f}" for value in (tokens, *saved)], where
 
 
@@ -152,8 +152,8 @@ def test_flops_of_a_bundle_are_those_of_its_tokens() -> None:
     seen = sum(range(1, prompt + 1)) + sum(prompt + i for c in completions for i in range(1, c + 1))
     tokens = prompt + sum(completions)
     # The model counts t * t for the pairs of a causal mask, which has t * (t + 1) / 2.
-    bundle = model.of_bundle([prompt + c for c in completions], [prompt], 6)
-    assert bundle == 3.0 * tokens + 2.0 * (2 * seen - tokens) + 30
+    work = work_of([prompt + c for c in completions], completions, model, [0, prompt])
+    assert work.flops(work.groups()) == 3.0 * tokens + 2.0 * (2 * seen - tokens) + 30
 
 
 @pytest.mark.alone
