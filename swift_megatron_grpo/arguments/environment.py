@@ -38,6 +38,7 @@ from swift_megatron_grpo.generation.conversations import checks as turns
 from swift_megatron_grpo.generation.conversations.agent_flag import scheduler_of
 from swift_megatron_grpo.generation.conversations.agents import is_agent
 from swift_megatron_grpo.generation.conversations.checks import check_registered
+from swift_megatron_grpo.generation.vllm import batch_invariance
 from swift_megatron_grpo.generation.vllm.engine_kwargs import parse_json_object, passed_on
 from swift_megatron_grpo.generation.vllm.model_packages import fault_of_packages
 from swift_megatron_grpo.grading.rewards import columns_needed
@@ -96,6 +97,12 @@ def _faults(args: DerivedArguments) -> Faults:
     yield from faults_of(_check_turns, args)
     yield from faults_of(check_recording, args)
     yield from faults_of(check_quantization, args.rollout_quantization, args.vllm_enable_lora, None, None)
+    if not args.uses_servers and batch_invariance.is_requested():
+        yield (
+            f"{batch_invariance.VARIABLE} is set: the training processes would get vLLM's NCCL, of one channel, and "
+            "from some versions a torch.bmm without gradients; unset it, or use --vllm_mode server with "
+            "--batch_invariant true"
+        )
     if args.optimizer == "muon" and (missing := _missing_for_muon()) is not None:
         yield f"--optimizer muon: {missing}, or use --optimizer adam"
     if (fault := fault_of_packages(args.model, args.model_type)) is not None:

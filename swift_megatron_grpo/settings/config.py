@@ -75,6 +75,7 @@ class ServerConfig:
     videos: int = 0  # the most in a row
     returns_experts: bool = False  # this run requests which experts the servers' routers choose
     quantization: Quantization = "none"  # that the servers must have as well
+    batch_invariant: bool = False  # likewise
     updates_in_flight: bool = False  # weights are sent to servers that generate, which continue with them
 
     @property

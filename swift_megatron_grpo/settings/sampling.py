@@ -48,6 +48,12 @@ class Sampling(Flags):
         "belongs to its seed and its position. In multi-turn conversations every turn has its own seed. "
         "Default: false.",
     )
+    batch_invariant: bool = flag(
+        False,
+        "Completions and their log-probs do not depend on what else an engine generates, to the last bit. vLLM then "
+        "computes with slower kernels. It is for --vllm_mode server, whose servers need the same flag, and for "
+        "--seed_completions true. Default: false.",
+    )
     rollout_logprobs_interval: Annotated[int, AtLeast(0, use=10, why="0 requests those of the first rollout only")] = (
         flag(
             10,
@@ -70,6 +76,22 @@ class Sampling(Flags):
                 "--vllm_max_model_len 1 has no room for a token of prompt and one of completion; use "
                 f"--vllm_max_model_len {1024 + self.max_completion_length}"
             )
+
+    @rule
+    def batches_have_no_effect(self, shape: ModelShape) -> Faults:
+        this = "--batch_invariant true"
+        if not self.batch_invariant:
+            return
+        if self.vllm_mode != "server":
+            yield (
+                f"{this}: vLLM makes a whole process batch invariant. The training processes would get its NCCL, of "
+                "one channel, and from some versions a torch.bmm without gradients; use --batch_invariant false, or "
+                "--vllm_mode server with this flag for `swift rollout` as well"
+            )
+        if not self.seed_completions:
+            yield f"{this}: without seeds, completions differ in every run; add --seed_completions true"
+        if shape.linear_heads:
+            yield f"{this}: vLLM has no such kernels for the linear attention of --model {shape.name}; leave it out"
 
     @rule
     def trainer_and_vllm_attend_to_the_same_tokens(self, shape: ModelShape) -> Faults:

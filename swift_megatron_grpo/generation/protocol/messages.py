@@ -23,7 +23,7 @@ from swift_megatron_grpo.packing.expert_rows import decode_rows, encode_rows
 from swift_megatron_grpo.types import ExpertRows
 
 T = TypeVar("T")
-PROTOCOL = 19  # increased by every change that is not compatible
+PROTOCOL = 20  # increased by every change that is not compatible
 NO_WEIGHTS = -1  # version of a server that has the checkpoint's weights, or newer ones only in part
 RUN_HEADER = "X-GRPO-Run"  # the name of the run that sends a request; the status shows it
 RUN_SECRET_HEADER = "X-GRPO-Run-Secret"  # proves that the request is from that run; no server reports it
@@ -198,6 +198,7 @@ class ServerStatus:
     recordings_per_prompt: StrictInt
     videos_per_prompt: StrictInt
     quantization: str  # its --rollout_quantization
+    batch_invariant: StrictBool  # completions do not depend on what else it generates
     returns_experts: StrictBool  # it can report which experts its routers choose
     updates_in_flight: StrictBool  # it can load weights while it generates
     conversations: ConversationSettings | None  # None: a completion is one turn

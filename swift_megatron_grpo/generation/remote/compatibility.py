@@ -61,6 +61,8 @@ def problems_of(status: ServerStatus, config: ServerConfig) -> list[str]:
             and not status.conversations.reads_media
             and max(config.images, config.videos, config.recordings) > 0
         ),
+        "its completions depend on what else it generates, and this run has --batch_invariant true; start it with "
+        "--batch_invariant true": config.batch_invariant and not status.batch_invariant,
         f"its vllm_max_lora_rank ({status.max_lora_rank}) is below --lora_rank {rank}; start it with "
         f"--vllm_max_lora_rank {rank}": rank is not None and status.enable_lora and status.max_lora_rank < rank,
     }

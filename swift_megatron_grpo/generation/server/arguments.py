@@ -17,6 +17,7 @@ from swift_megatron_grpo.generation.conversations.agent_flag import scheduler_of
 from swift_megatron_grpo.generation.conversations.checks import check_multi_turn
 from swift_megatron_grpo.generation.protocol.api_key import hide_in_process_list, read_api_key
 from swift_megatron_grpo.generation.server.schema import ContentLimits, prompt_characters
+from swift_megatron_grpo.generation.vllm.batch_invariance import batch_invariance
 from swift_megatron_grpo.generation.vllm.engine_kwargs import (
     EXPERTS,
     FLAG,
@@ -48,6 +49,11 @@ class GRPORolloutArguments(RolloutArguments):
         "none",
         "fp8: vLLM generates with weights and activations in 8 bits, which it quantizes after every sync. The trainer "
         "must have the same flag. Default: none.",
+    )
+    batch_invariant: bool = _flag(
+        False,
+        "vLLM computes with kernels whose results do not depend on the other requests, and are slower. It needs a GPU "
+        "of compute capability 9.0. Default: false, unless VLLM_BATCH_INVARIANT is 1.",
     )
     agent: str | None = _flag(
         None,
@@ -118,6 +124,7 @@ class GRPORolloutArguments(RolloutArguments):
         capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
         device = refusal_of_device(capability, has_experts=False)  # on a CPU vLLM itself refuses experts
         check_quantization(self.rollout_quantization, self.vllm_enable_lora, dtype, device)
+        self.batch_invariant = batch_invariance(self.batch_invariant, capability)
         settings = parse_json_object(FLAG, self.vllm_engine_kwargs)
         self.vllm_engine_kwargs = settings | engine_settings(self.rollout_quantization)
         batches = [name for name, each in multi_turns.items() if each.async_infer is not MultiTurnScheduler.async_infer]

@@ -141,6 +141,7 @@ class RolloutRoutes:
                 enable_lora=args.vllm_enable_lora,
                 max_lora_rank=args.vllm_max_lora_rank,
                 quantization=args.rollout_quantization,
+                batch_invariant=args.batch_invariant,
                 returns_experts=args.returns_experts,
                 conversations=conversations,
                 **self._engine_settings["status"],

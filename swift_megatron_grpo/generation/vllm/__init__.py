@@ -13,6 +13,7 @@
     fast_outputs.py   appends the tokens of a step to their requests, and passes them on in batches; installs both
     known_scheduler.py  the versions and settings of vLLM in which both make the same changes as vLLM
     engine_kwargs.py  reads flags in JSON; refuses settings of vLLM that change the policy, or that a flag sets
+    batch_invariance.py  turns on vLLM's kernels whose results do not depend on the batch
     model_packages.py  packages that ms-swift imports to load a model
     triton_cache.py   one cache of Triton, whether vLLM compiles its graph or loads it
     cuda_runtime.py   lets vLLM and FlashInfer find the CUDA runtime next to tilelang

@@ -280,6 +280,7 @@ _CONTRADICTIONS = """
 --vllm_mode server -> vllm_server
 --vllm_mode server --vllm_server_host 127.0.0.1 --vllm_server_port 99999 -> vllm_server_port & 8000
 --vllm_mode server --vllm_server_base_url localhost:8000 -> vllm_server_base_url & http://
+--batch_invariant true --seed_completions true -> batch_invariant & vllm_mode server
 --vllm_enable_lora true -> vllm_enable_lora
 --tuner_type lora --vllm_enable_lora true --rollout_quantization fp8 -> rollout_quantization & vllm_enable_lora
 --tuner_type lora --ref_model MODEL -> ref_model

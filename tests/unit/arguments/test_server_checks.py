@@ -98,6 +98,7 @@ def status(**changes: Any) -> ServerStatus:
         "recordings_per_prompt": 0,
         "videos_per_prompt": 0,
         "quantization": "none",
+        "batch_invariant": False,
         "returns_experts": False,
         "updates_in_flight": True,
         "conversations": None,
@@ -117,6 +118,14 @@ def test_a_server_without_experts_is_refused_only_if_the_run_reads_them() -> Non
     assert "does not report the experts" in message and '{"enable_return_routed_experts": true}' in message
     assert problems_of(status(returns_experts=True), reads) == []
     assert problems_of(status(returns_experts=True), CONFIG) == []
+
+
+def test_a_server_whose_batches_matter_is_refused_only_by_a_run_that_asks() -> None:
+    invariant = replace(CONFIG, batch_invariant=True)
+    [message] = problems_of(status(), invariant)
+    assert message.endswith("start it with --batch_invariant true")
+    assert problems_of(status(batch_invariant=True), invariant) == []
+    assert problems_of(status(batch_invariant=True), CONFIG) == []
 
 
 def test_a_server_of_several_devices_receives_no_weights_in_flight() -> None:

@@ -113,6 +113,15 @@ def test_sequences_longer_than_an_unread_window_are_refused() -> None:
     assert faults(Sampling, shape=shape_of({"model_type": "llama"}, "m"), **local, max_length=None) == ""
 
 
+def test_batch_invariance_needs_servers_seeds_and_kernels() -> None:
+    dense, served = shape_of({"model_type": "llama"}, "m"), {"vllm_mode": "server", "seed_completions": True}
+    assert faults(Sampling, shape=dense, **served, batch_invariant=True) == ""
+    refused = faults(Sampling, shape=dense, vllm_mode="colocate", batch_invariant=True)
+    assert "or --vllm_mode server" in refused and "add --seed_completions true" in refused
+    linear = shape_of({"model_type": "qwen3_next", "linear_num_value_heads": 4}, "m")
+    assert "linear attention of --model m" in faults(Sampling, shape=linear, **served, batch_invariant=True)
+
+
 def test_min_p_reaches_the_requests() -> None:
     sampling = of(Sampling, min_p=0.1).settings()
     assert sampling.min_p == request_config(sampling).min_p == 0.1 and of(Sampling).settings().min_p == 0
