@@ -18,7 +18,7 @@ FLAGS = ("--seed_completions", "true", "--lr", "1e-12", "--rollout_logprobs_inte
 
 
 def test_completions_are_those_of_other_batches(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
-    """Up to 3 or up to 32 requests run at a time: with the flag all is equal, and without it something is not."""
+    """Servers run up to 3 or up to 32 requests at a time. Without the flag something is not equal."""
     found, seconds = {}, {}
     for invariant in ("true", "false"):
         for running in (3, 32):

@@ -231,13 +231,9 @@ def test_engine_settings_are_checked_before_ms_swift_repairs_them(typed: dict[st
     assert "--megatron_extra_kwargs: the value is not JSON" in refuse(typed, megatron_extra_kwargs="{bad json")
 
 
-def test_vllm_may_not_make_the_training_processes_batch_invariant(
-    typed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_processes_are_not_batch_invariant(typed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert "VLLM_BATCH_INVARIANT is set: the training processes" in refuse(typed)
-    server = {"vllm_mode": "server", "vllm_server_host": ["127.0.0.1"]}
-    assert "VLLM_BATCH_INVARIANT" not in refuse(typed, **server, vllm_engine_kwargs="{bad json")
 
 
 def test_vllm_must_be_installed(typed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

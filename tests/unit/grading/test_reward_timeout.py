@@ -78,7 +78,7 @@ def times_itself(completions: list[str], **kwargs: Any) -> list[float]:
     [
         ([length, sleeps], "sleeps"),
         ([catches_every_exception], "catches_every_exception"),
-        ([in_time, awaits], "awaits"),
+        ([in_time, awaits], "(in_time or )?awaits"),
         ([length, blocks], "blocks"),
         ([in_time, blocks], "in_time or blocks"),
     ],
@@ -86,7 +86,7 @@ def times_itself(completions: list[str], **kwargs: Any) -> list[float]:
 def test_the_function_that_times_out_is_named(called: list[Callable[..., Any]], name: str) -> None:
     began = time.monotonic()
     with pytest.raises(
-        RewardError, match=rf"reward function {name} has not returned after 0\.\d s \(--reward_timeout\)"
+        RewardError, match=rf"reward function {name} has not returned after \d\.\d s \(--reward_timeout\)"
     ):
         call_reward_functions(make_rollouts(["a", "bb"]), functions(*called), None, limit)
     assert time.monotonic() - began < 5

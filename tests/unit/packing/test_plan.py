@@ -319,7 +319,7 @@ def test_the_same_plan_in_every_process_without_torch() -> None:
 @pytest.mark.parametrize("budget", [4096, K16])
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_4096_samples_are_planned_quickly(ranks: int, budget: int) -> None:
-    """The bound on an idle machine is 50 ms; the test allows three times that."""
+    """The bound on an idle machine is 50 ms; the test allows six times that."""
     lengths = log_normal(4096, seed=0)
     seconds = []
     for _ in range(7):
@@ -327,7 +327,7 @@ def test_4096_samples_are_planned_quickly(ranks: int, budget: int) -> None:
         plan_by_tokens(lengths, ranks, budget, SMALL, PLAIN)
         seconds.append(time.perf_counter() - start)
     print(f"4096 samples, {ranks} ranks, budget {budget}: median {1e3 * statistics.median(seconds):.1f} ms")
-    assert statistics.median(seconds) < 0.150
+    assert statistics.median(seconds) < 0.3
 
 
 def test_flops_of_one_layer_by_hand() -> None:

@@ -143,7 +143,7 @@ def test_a_killed_machine_ends_the_run_with_one_line(folder: Path, killed: int) 
     machines = start(folder)
     began = time.monotonic()
     machines[killed].signal(signal.SIGKILL)
-    code, output = machines[1 - killed].finish(40)
+    code, output = machines[1 - killed].finish(90)
     assert code == 1 and time.monotonic() - began < 25
     line = closing_line(output)
     assert line.startswith(f"swift_megatron_grpo: machine {killed} (") and f"rank {killed}) is lost: it has not" in line
@@ -157,13 +157,13 @@ def test_a_killed_machine_ends_the_run_with_one_line(folder: Path, killed: int) 
 def test_a_machine_that_is_cut_off_is_named_and_the_run_goes_on(folder: Path) -> None:
     machines = start(folder, "--node_timeout", "40")
     machines[1].signal(signal.SIGSTOP)
-    time.sleep(23)  # half of the time after which the run ends is 20 s
+    time.sleep(27)  # half of the time after which the run ends is 20 s
     machines[1].signal(signal.SIGCONT)
     wait_for_steps(machines, 20)
     time.sleep(4)
     (folder / "done").touch()
-    code, output = machines[0].finish(40)
-    assert code == 0 and machines[1].finish(40)[0] == 0
+    code, output = machines[0].finish(90)
+    assert code == 0 and machines[1].finish(90)[0] == 0
     first, second = (line for line in output.splitlines() if line.startswith("swift_megatron_grpo: "))
     assert "rank 1) has not answered for 20 s; the run ends after 40 s (--node_timeout)" in first
     assert second.endswith("rank 1) answers again")
@@ -174,24 +174,24 @@ def test_a_machine_that_is_cut_off_is_named_and_the_run_goes_on(folder: Path) ->
 def test_a_machine_that_stays_away_ends_the_run_everywhere(folder: Path, cut: int) -> None:
     machines = start(folder, "--node_timeout", "12", "--resume", "auto")
     machines[cut].signal(signal.SIGSTOP)
-    code, output = machines[1 - cut].finish(40)
+    code, output = machines[1 - cut].finish(90)
     assert code == 1
     line = closing_line(output)
     assert f"machine {cut} (" in line and "is lost: it has not answered for 1" in line
     assert "has no whole checkpoint to continue from, so the same command begins again" in line
     machines[cut].signal(signal.SIGCONT)  # its link returns too late
-    code, output = machines[cut].finish(60)
+    code, output = machines[cut].finish(90)
     assert code == 1 and f"machine {1 - cut} (" in closing_line(output)
 
 
 def test_a_rank_that_fails_is_named_on_the_other_machine(folder: Path) -> None:
     machines = start(folder)
     (folder / "fail").touch()
-    code, output = machines[0].finish(60)
+    code, output = machines[0].finish(90)
     assert code == 1
     line = closing_line(output)
     assert "swift_megatron_grpo: machine 1 (" in line and "rank 1) has ended: local rank 0, exit code 1. The ra" in line
-    code, output = machines[1].finish(60)
+    code, output = machines[1].finish(90)
     assert code == 1 and "ValueError: a step failed" in output
 
 

@@ -1,4 +1,4 @@
-"""Where vLLM may be batch invariant: on GPUs that can, in the processes of a server, and only if it is asked for."""
+"""`--batch_invariant` of a server sets the variable that vLLM reads, and is refused on devices without the kernels."""
 
 from __future__ import annotations
 

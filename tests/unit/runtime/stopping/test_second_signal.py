@@ -15,7 +15,7 @@ from tests.forking.client import start_piped
 LAUNCHER_AND_RANK = """
 import os, time
 if rank := os.fork():
-    print(rank, flush=True)
+    os.write(1, f"{rank}\\n".encode())  # at once: the rank prints as well
     time.sleep(600)
 from datetime import timedelta
 import torch.distributed as dist
