@@ -11,13 +11,14 @@ from benchmarks.harness.planned import flag, planned
 from benchmarks.harness.results import Process, Run
 from benchmarks.harness.shapes import SHAPES, Shape
 from swift_megatron_grpo.cli.check.micro_batches import saved_by_sharing
-from swift_megatron_grpo.cli.estimate.throughput import PassCounts, seconds_of_training, work_of
+from swift_megatron_grpo.cli.estimate.throughput import PassCounts, seconds_of_generation, seconds_of_training, work_of
 from swift_megatron_grpo.runtime.gpus import find_gpu
 from tests.paths import REPOSITORY
 
 RESULTS = REPOSITORY / "benchmarks"
 MEMORY_BOUND = 0.05  # the goal is 0.1; worst seen: 0.046
 TIME_FACTOR = 1.3  # seen: 0.81 to 1.27
+GENERATION_BOUND = 0.1  # worst seen: 0.09
 LAYOUT_BOUND = 0.12  # worst seen: 0.107
 
 
@@ -104,6 +105,24 @@ def test_a_split_model_is_guessed_as_well_as_a_whole_one(whole: str, split: str)
         seconds, compute = guessed_and_measured(run, process)
         ratios.append(seconds / compute)
     assert abs(ratios[1] / ratios[0] - 1) < LAYOUT_BOUND, ratios
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["h200/step-best-1.7b", "h200/two-colocated-1.7b-128", "h200/step-lora-8b", "h200/four-colocated-8b-lora-256",
+     "h200/step-lora-8b-fp8", "h100/step-best-1.7b-h100", "h100/step-lora-8b-h100", "h100/step-lora-8b-fp8-h100"],
+)  # fmt: skip
+def test_the_guessed_generation_of_a_dense_model_is_near_the_measured_one(name: str) -> None:
+    """All sequences run until the last token, and the cache of a prompt is read for each of them."""
+    run = Run.read(RESULTS / f"{name}.json")
+    process = next(process for process in run.processes if process.arm == "ours" and process.steps)
+    step, gpu = planned(run, process), find_gpu(run.device)
+    own = step.samples[: len(step.samples) // run.ranks]  # of an engine
+    model, tokens = step.model, max(completion for _, completion in step.samples)
+    cached = sum(length - completion / 2 for length, completion in own) * model.cached * 2
+    seconds = seconds_of_generation(gpu, tokens, model.bytes_in_vllm(2, eight_bits="fp8" in name) + cached)
+    measured = run.measured("ours", process.setting).phase("generation")
+    assert abs(seconds / measured - 1) < GENERATION_BOUND, f"guessed {seconds:.2f} s, measured {measured:.2f} s"
 
 
 def guessed_and_measured(run: Run, process: Process) -> tuple[float, float]:
