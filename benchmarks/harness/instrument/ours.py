@@ -28,6 +28,7 @@ from swift_megatron_grpo.generation.interface import (
 from swift_megatron_grpo.generation.local.engine import LocalVllm
 from swift_megatron_grpo.loop import step as loop
 from swift_megatron_grpo.loop.step_context import PhaseTimer
+from swift_megatron_grpo.packing.outlines import Outline
 from swift_megatron_grpo.runtime.stopping.request import StopRequest
 from swift_megatron_grpo.settings.config import SamplingConfig, VllmConfig
 from swift_megatron_grpo.trainer.grpo_trainer import MegatronGRPOTrainer
@@ -166,7 +167,8 @@ def _count_tokens(clock: Clock, tokens: list[tuple[int, int]]) -> None:
 
     def count_and_train(self: MegatronEngine, samples: Sequence[Sample], *args: Any, **kwargs: Any) -> Any:
         if not clock.steps:
-            tokens.extend((len(sample.tokens), sum(sample.completion_mask)) for sample in samples)
+            outline = Outline.of(samples)  # the tokens of most samples are on other ranks
+            tokens.extend(zip(outline.lengths.tolist(), outline.trained.tolist(), strict=True))
         return train_step(self, samples, *args, **kwargs)
 
     setattr(MegatronEngine, "train_step", count_and_train)  # noqa: B010  # mypy rejects a plain assignment
