@@ -3,6 +3,7 @@
 bench.py                    train phase or whole step of both trainers; `report` writes docs/performance.md
 bench_h200.sh               all runs of bench.py on H200
 bench_lanes.sh              groups of bench_h200.sh side by side, so that no GPU waits for a start
+eight.py                    one node of eight GPUs, or four or two: cases, forecasts and their comparison
 bench_head.py               time and memory of the output layer with its log-probs
 bench_experts.py            the experts of one layer: Transformer Engine's products, and one kernel for all experts
 bench_dispatch.py           tokens on their way to the experts of other GPUs and back, without the experts

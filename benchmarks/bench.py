@@ -101,6 +101,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         add("--prompts", default="same", help="prompt lengths, written the same way; same: those of --lengths")
         add("--servers", nargs=2, metavar=("OURS", "STOCK"),
             help="base URLs of the rollout server of each; needs --lengths constant:TOKENS")  # fmt: skip
+        add("--beside-servers", action="store_true",
+            help="the servers are on GPUs of the trainers, whose memory is therefore in use")  # fmt: skip
         add("--seed", type=int, default=0, help="seed of the lengths")
         add("--steps", type=int, default=4, help="steps per process, including warm-up")
         add("--warm-up", type=int, default=1, help="first steps of each process that are not counted")
@@ -217,7 +219,7 @@ def make_model(args: argparse.Namespace) -> tuple[Path, int]:
 
 def media_tokens(model: Path) -> list[int]:
     config = json.loads((model / "config.json").read_text())
-    return [config[name] for name in IMAGE_TOKENS]
+    return [config.get("thinker_config", config)[name] for name in IMAGE_TOKENS]
 
 
 def machine(revision: str, packages: tuple[str, ...]) -> tuple[str, dict[str, str]]:
@@ -279,7 +281,7 @@ def run(args: argparse.Namespace) -> int:
               media, served=bool(args.servers), profiled_step=args.steps if args.profile else None,
               random_weights=args.random_weights, waits=args.ahead)  # fmt: skip
     plan = Plan(job, commands(args, model, dataset, prompts), ranks, args.rounds, args.steps, args.warm_up,
-                args.timeout, args.ahead, args.work / args.json.stem, gpu, args.omp_threads,
+                args.timeout, args.ahead, args.work / args.json.stem, gpu, args.beside_servers, args.omp_threads,
                 time.monotonic() + args.deadline)  # fmt: skip
     make_entry_point(plan.folder)
     result = Run(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,14 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
-from swift_megatron_grpo.cli.tiny_models import make_tokenizer, tokenizer_for_images, write_processor
+from swift_megatron_grpo.cli.tiny_models import IM_END, make_tokenizer, tokenizer_for_images, write_processor
+from swift_megatron_grpo.cli.tiny_omni import NAMED_TOKENS, omni_config
 from swift_megatron_grpo.packing.flops import DeltaNets
 
 from .chat import prompt_text
@@ -54,6 +56,8 @@ def make_checkpoint(folder: Path, shape: Shape, with_weights: bool = True) -> No
 
 
 def make_model(shape: Shape) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
+    if shape.audio is not None:
+        return make_qwen3_omni(shape)
     if shape.vision is not None:
         return make_qwen_vl(shape, shape.vision[1])
     if shape.delta_nets is not None:
@@ -148,7 +152,7 @@ def qwen3_5_config(shape: Shape, nets: DeltaNets, values: dict[str, Any], tokens
     }  # fmt: skip
     width = 64 * max(1, shape.hidden // 128)
     vision = {"depth": shape.vision_layers, "hidden_size": width, "intermediate_size": 4 * width,
-              "num_heads": width // 64, "in_channels": 3, "patch_size": 16, "spatial_merge_size": 2,
+              "num_heads": max(2, width // 64), "in_channels": 3, "patch_size": 16, "spatial_merge_size": 2,
               "temporal_patch_size": 2, "num_position_embeddings": 2304, "out_hidden_size": shape.hidden,
               "deepstack_visual_indexes": []}  # fmt: skip
     return AutoConfig.for_model(
@@ -188,6 +192,27 @@ def qwen_vl_config(
     )
 
 
+def make_qwen3_omni(shape: Shape) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
+    named = NAMED_TOKENS[shape.model_type]
+    tokenizer = fill_vocabulary(tokenizer_for_images(shape.model_type), shape.vocabulary, named)
+    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in {**named, "im_end": IM_END}.items()}
+    config = qwen3_omni_config(shape, text_sizes(tokenizer, shape), ids)
+    model: PreTrainedModel = AutoModelForMultimodalLM.from_config(config)
+    return tokenizer, model
+
+
+def qwen3_omni_config(shape: Shape, values: dict[str, Any], ids: Mapping[str, int | None]) -> PretrainedConfig:
+    """Return the config of a Qwen3-Omni. `ids`: of tokens, by their names in NAMED_TOKENS, and of <|im_end|>."""
+    assert shape.vision is not None and shape.audio is not None
+    side = shape.head_dim // 2 * 3 // 8
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [shape.head_dim // 2 - 2 * side, side, side],
+            "mrope_interleaved": True}  # fmt: skip
+    text = {**values, **expert_sizes(shape), "rope_parameters": rope}
+    vision = {**shape.vision[1], "out_hidden_size": shape.hidden}
+    config: PretrainedConfig = omni_config(shape.model_type, text, vision, ids, shape.audio)
+    return config
+
+
 @contextmanager
 def random_weights() -> Iterator[None]:
     """Draw weights in bf16, on the GPU if there is one: they are billions of random numbers."""
@@ -201,8 +226,13 @@ def random_weights() -> Iterator[None]:
         torch.set_default_dtype(usual)
 
 
-def fill_vocabulary(tokenizer: PreTrainedTokenizerFast, vocabulary: int) -> PreTrainedTokenizerFast:
-    """Add a text for every token id of the vocabulary: a random model samples all of them, and vLLM decodes them."""
+def fill_vocabulary(
+    tokenizer: PreTrainedTokenizerFast, vocabulary: int, named: Mapping[str, str] | None = None
+) -> PreTrainedTokenizerFast:
+    """Add a text for every token id of the vocabulary: a random model samples all of them, and vLLM decodes them.
+
+    `named`: special tokens that are attributes of the tokenizer, by the name of the attribute.
+    """
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     texts = {number: f"<{number}>" for number in range(len(tokenizer), vocabulary)}
     texts |= {token["id"]: token["content"] for token in state["added_tokens"]}  # otherwise they move to the end
@@ -213,6 +243,7 @@ def fill_vocabulary(tokenizer: PreTrainedTokenizerFast, vocabulary: int) -> PreT
         pad_token=tokenizer.pad_token,
         chat_template=tokenizer.chat_template,
         clean_up_tokenization_spaces=False,
+        **({"extra_special_tokens": dict(named)} if named else {}),
     )
 
 

@@ -1,7 +1,8 @@
 """Sections of benchmarks/results/own.md about runs of this package that are compared with each other, by their names.
 
-two-colocated-MODEL-COMPLETIONS   both GPUs train and generate; with four- all four do
-two-server-MODEL-COMPLETIONS      one trains, a server on the other one generates the next rollout; four-: two and two
+two-colocated-MODEL-COMPLETIONS   both GPUs train and generate; with four- or eight- all do
+two-server-MODEL-COMPLETIONS      one trains, a server on the other one generates the next rollout; with four- or eight-
+                                  half of them do
 dpN-MODEL, tpN-MODEL, ppN-MODEL   a layout of N GPUs, with as many completions for each GPU as dp1-MODEL
 ppN-MODEL-last-M                  the same with M layers on the last stage of the pipeline
 sync-MODEL                        a trainer and a server on another GPU
@@ -78,7 +79,8 @@ def ahead(runs: Sequence[Run], without: Sequence[str] = ()) -> str:
     pairs = [
         (_ours(by_name[colocated]), _ours(run))
         for name, run in by_name.items()
-        if re.match("(two|four)-server-", name) and (colocated := name.replace("-server-", "-colocated-")) in by_name
+        if re.match("(two|four|eight)-server-", name)
+        and (colocated := name.replace("-server-", "-colocated-")) in by_name
     ]
     return _ahead(pairs, without)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from .chart import draw, draw_headlines
 from .draft_prices import with_draft_prices
 from .long_run_page import with_long_runs
+from .node import page as node
 from .other_pages import BEST, beside_peers, compared, shared_prompts, tables, uses_server, with_table
 from .own_runs import ahead, costs_of_ranks
 from .results import Comparison, Run
@@ -85,6 +86,7 @@ def write_page(repository: Path) -> None:
     for path, text in files(runs).items():
         (repository / path).parent.mkdir(exist_ok=True)
         (repository / path).write_text(text)
+    (repository / node.PAGE).write_text(node.text_of(repository))
     for path, marks, text in (*tables(runs), with_long_runs(repository), with_draft_prices(repository)):
         file = repository / path
         file.write_text(with_table(file.read_text(), marks, text))

@@ -12,12 +12,13 @@ from swift_megatron_grpo.cli.check.micro_batches import Sample, image_tokens_of,
 from swift_megatron_grpo.cli.check.model import Model, read_model
 from swift_megatron_grpo.cli.estimate.activations import ImageTokens, Recompute, Tokens
 from swift_megatron_grpo.cli.estimate.memory import Engine, RankMemory, Training, master_bytes, plan_memory
+from swift_megatron_grpo.cli.tiny_omni import NAMED_TOKENS
 from swift_megatron_grpo.packing.plan import StepPlan
 from swift_megatron_grpo.runtime.gpus import find_gpu
 from swift_megatron_grpo.settings.batches import BatchSizes, MicroBatches
 from swift_megatron_grpo.settings.layout import Layout
 
-from .models import qwen3_5_config, qwen3_config, qwen_vl_config, text_sizes
+from .models import qwen3_5_config, qwen3_config, qwen3_omni_config, qwen_vl_config, text_sizes
 from .results import SHARED, Process, Run
 from .shapes import SHAPES
 from .workload import Workload
@@ -83,6 +84,8 @@ def model_of(name: str) -> Model:
     text = text_sizes(None, shape)
     if shape.delta_nets is not None:
         config = qwen3_5_config(shape, shape.delta_nets, text, {})
+    elif shape.audio is not None:
+        config = qwen3_omni_config(shape, text, dict.fromkeys((*NAMED_TOKENS[shape.model_type], "im_end")))
     elif shape.vision is not None:
         config = qwen_vl_config(shape, shape.vision[1], text, {})
     else:

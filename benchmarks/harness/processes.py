@@ -61,6 +61,7 @@ class Plan:
     ahead: bool  # start a process while the previous one measures; it waits before it uses the device
     folder: Path
     gpu: bool
+    beside_servers: bool  # whose memory on the GPUs is in use before a process starts
     omp_threads: int
     deadline: float  # time.monotonic() for the whole run; no process starts that is unlikely to finish in time
 
@@ -109,7 +110,7 @@ class _Queue:
                 if left < self._longest:
                     kill(process)
                     return None
-                if self._plan.gpu:
+                if self._plan.gpu and not self._plan.beside_servers:
                     wait_until_free(visible_devices()[: self._plan.ranks])
                 began = time.monotonic()
                 (folder / "go").touch()

@@ -35,6 +35,7 @@ maximum in brackets. The first steps of each process are warm-up and are not cou
 | [train.md](results/train.md) | train phase: this package against ms-swift |
 | [step.md](results/step.md) | whole step: this package against ms-swift, TRL and verl |
 | [own.md](results/own.md) | settings of this package against each other: servers, layouts, weight syncs, FP8, experts |
+| [eight.md](results/eight.md) | one node of eight GPUs: forecasts, not measured yet |
 | [phases.md](results/phases.md) | seconds of each phase, as a table and as a chart |
 | [settings.md](results/settings.md) | every setting that was tried, also those that failed |
 | [runs.md](results/runs.md) | workload, versions and flags of each run |

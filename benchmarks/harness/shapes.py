@@ -12,7 +12,7 @@ DEVIATION = 0.02  # of random weights
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a Qwen3, Qwen3-MoE, Qwen3.5 or Qwen-VL; the names follow its config.json where those are short."""
+    """Sizes of a Qwen3, Qwen3-MoE, Qwen3.5, Qwen-VL or Qwen3-Omni; the names follow its config.json where short."""
 
     layers: int
     hidden: int
@@ -27,7 +27,8 @@ class Shape:
     shared_ffn: int = 0  # channels of the expert that every token passes through
     delta_nets: DeltaNets | None = None  # a Qwen3.5: every fourth layer has softmax attention
     vision_layers: int = 0  # of a Qwen3.5's image part, which text rows do not use
-    vision: tuple[str, dict[str, Any]] | None = None  # model_type and vision_config of a Qwen-VL; rows have an image
+    vision: tuple[str, dict[str, Any]] | None = None  # model_type and vision_config of those whose rows have an image
+    audio: dict[str, Any] | None = None  # audio_config of a Qwen3-Omni
     image_side: int = 0  # pixels of the square image in each row
 
     @property
@@ -229,6 +230,63 @@ SHAPES = {
         ),
     ),
     "30b-qwen3-moe": _QWEN3_30B_A3B,
+    # The thinker of Qwen3-Omni-30B-A3B; the talker and the vocoder are not trained, and are tiny here.
+    "30b-qwen3-omni": replace(
+        _QWEN3_30B_A3B,
+        vocabulary=152064,
+        image_side=768,
+        vision=(
+            "qwen3_omni_moe",
+            {
+                **_QWEN3_VL,
+                "depth": 27,
+                "hidden_size": 1152,
+                "intermediate_size": 4304,
+                "num_heads": 16,
+                "num_position_embeddings": 2304,
+                "deepstack_visual_indexes": [8, 16, 24],
+            },
+        ),
+        audio={
+            "encoder_layers": 32,
+            "encoder_attention_heads": 20,
+            "encoder_ffn_dim": 5120,
+            "d_model": 1280,
+            "downsample_hidden_size": 480,
+        },
+    ),
+    "toy-qwen3-omni": Shape(
+        layers=4,
+        hidden=128,
+        ffn=64,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        vocabulary=512,
+        tied=False,
+        experts=8,
+        experts_per_token=2,
+        image_side=64,
+        vision=(
+            "qwen3_omni_moe",
+            {
+                **_QWEN3_VL,
+                "depth": 2,
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_heads": 2,
+                "num_position_embeddings": 64,
+                "deepstack_visual_indexes": [0, 1],
+            },
+        ),
+        audio={
+            "encoder_layers": 2,
+            "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 64,
+            "d_model": 64,
+            "downsample_hidden_size": 8,
+        },
+    ),
     # A quarter of the layers and half of the experts of Qwen3-30B-A3B.
     "4.5b-qwen3-moe": replace(_QWEN3_30B_A3B, layers=12, experts=64),
     "14b": Shape(layers=40, hidden=5120, ffn=17408, heads=40, kv_heads=8, head_dim=128, vocabulary=151936, tied=False),

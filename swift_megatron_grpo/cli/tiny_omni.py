@@ -24,16 +24,18 @@ NAMED_TOKENS: Mapping[str, dict[str, str]] = {
     },
 }
 _MEL_BINS = 128  # of the blank recording that mcore-bridge embeds
+_AUDIO = {"encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64, "d_model": 64}
 _SPEECH = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
            "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}  # fmt: skip
 _SPEECH_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
 
 
-def omni_config(kind: str, text: dict[str, Any], vision: dict[str, Any], ids: Mapping[str, int]) -> Any:
+def omni_config(
+    kind: str, text: dict[str, Any], vision: dict[str, Any], ids: Mapping[str, Any], audio: Mapping[str, Any] = _AUDIO
+) -> Any:
     """Return the config of one of these types. `ids`: of tokens, by their names in NAMED_TOKENS, and of <|im_end|>."""
     hidden = text["hidden_size"]
-    audio = {"num_mel_bins": _MEL_BINS, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64,
-             "d_model": 64, "output_dim": hidden}  # fmt: skip
+    audio = {"num_mel_bins": _MEL_BINS, "output_dim": hidden, **audio}
     common = {"vision_start_token_id": ids["vision_bos_token"], "vision_end_token_id": ids["vision_eos_token"],
               "audio_start_token_id": ids["audio_bos_token"],
               "audio_end_token_id": ids["audio_eos_token"]}  # fmt: skip
@@ -53,9 +55,9 @@ def omni_config(kind: str, text: dict[str, Any], vision: dict[str, Any], ids: Ma
             token2wav_config={"dit_config": dit, "bigvgan_config": vocoder},
         )
     common |= {f"{media}_token_id": ids[f"{media}_token"] for media in _MEDIA}
-    thinker["audio_config"] = audio | {"downsample_hidden_size": 8}
+    thinker["audio_config"] = {"downsample_hidden_size": 8, **audio}
     # vLLM reads these two, which transformers does not have
-    thinker["vision_config"] = vision | {"image_size": 128, "apply_vit_abs_pos_embed": True}
+    thinker["vision_config"] = {"image_size": 128, "apply_vit_abs_pos_embed": True, **vision}
     experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
                "shared_expert_intermediate_size": 16,
                "rope_parameters": _SPEECH_ROPE | {"mrope_interleaved": True}}  # fmt: skip

@@ -53,7 +53,7 @@ class Estimate:
     fits: bool
     changes: list[Change]
     engine_changes: list[str]  # flags with which vLLM fits into its share
-    completion_tokens: int  # of a step whose completions have half of --max_completion_length
+    completion_tokens: int  # of a step whose completions have half of --max_completion_length, or the given lengths
     train_seconds: float
     even_stages: EvenStages | None  # None: nothing is gained
     generation_seconds: float | None  # of one step; None: servers generate
@@ -68,14 +68,23 @@ def bytes_of_reward_models(args: GRPOArguments) -> int:
 
 
 def estimate(
-    args: GRPOArguments, model: Model, rows: Rows, gpu: Gpu, graders: int = 0, given: Sequence[Sample] = ()
+    args: GRPOArguments,
+    model: Model,
+    rows: Rows,
+    gpu: Gpu,
+    graders: int = 0,
+    given: Sequence[Sample] = (),
+    lengths: Sequence[int] = (),
 ) -> Estimate:
-    """Estimate a run whose ranks hold reward models of this many bytes, `graders`. `given`: rows with answers."""
+    """Estimate a run whose ranks hold reward models of this many bytes, `graders`. `given`: rows with answers.
+
+    `lengths`: tokens of all completions of a step, if they are known, as in a benchmark.
+    """
     config, gpu_bytes, shape = configure(args), gpu.memory_bytes, args.model_shape
     prompts = _of_step(rows.lengths, config)
-    samples = [(prompt + args.max_completion_length, args.max_completion_length) for prompt in prompts]
+    samples = _samples(prompts, lengths or [args.max_completion_length] * len(prompts))
     plan, largest = micro_batches(config.batch, config.micro_batches, model, samples)
-    packed = fullest(plan, largest, config.batch, config.micro_batches, samples)
+    packed = largest.packed if lengths else fullest(plan, largest, config.batch, config.micro_batches, samples)
     longest = max(tokens for tokens, _ in samples)
     teacher_share = _teacher_share(args, config, model)
     training = replace(_training(args, config, largest, plan, rows), teacher_share=teacher_share, graders=graders)
@@ -97,10 +106,11 @@ def estimate(
         return not any(faults_of_layout(layout, shape)) and args.global_batch_size % layout.data_parallel == 0
 
     fits, engine, engine_fits = run.fits(gpu_bytes, *PHASES), run.engine, run.engine_fits(gpu_bytes)
-    half = [(prompt + args.max_completion_length // 2, args.max_completion_length // 2) for prompt in prompts]
+    completions = lengths or [args.max_completion_length // 2] * len(prompts)
+    usual = _samples(prompts, completions)
     answered = answers.of_step if answers is not None else []
-    work = work_of([*half, *answered], model.flops)
-    halved, _ = micro_batches(config.batch, config.micro_batches, model, half)
+    work = work_of([*usual, *answered], model.flops)
+    usual_plan, _ = micro_batches(config.batch, config.micro_batches, model, usual)
     has_teacher = config.teacher.exists
     several_steps = config.num_iterations > 1 or config.batch.steps_per_generation > 1
     old = has_teacher or (several_steps and config.loss.correction.old_logprobs == "policy")
@@ -110,7 +120,7 @@ def estimate(
         forward_only=old + (config.reference.beta != 0) + (has_teacher and not config.teacher.is_served),
     )
     layout, item = config.batch.layout, args.torch_dtype.itemsize
-    several = halved.num_micro_batches + (answers.number if answers is not None else 0)
+    several = usual_plan.num_micro_batches + (answers.number if answers is not None else 0)
     seconds = seconds_of_training(work, gpu, model.decoder, layout, several, passes, item)
     return Estimate(
         plan=plan,
@@ -125,17 +135,17 @@ def estimate(
         engine_changes=[]
         if engine is None or engine_fits
         else [flags for flags, _ in engines_that_fit(engine, gpu_bytes, layout.world_size)],
-        completion_tokens=sum(completion for _, completion in half),
+        completion_tokens=sum(completions),
         train_seconds=seconds * (1 - saved_by_sharing(plan, config.batch, model, samples)),
         even_stages=even_stages(
             work, run.decoder, layout, lambda at: divides(at) and run.with_training(layout=at).fits(gpu_bytes, *PHASES)
         ),
         generation_seconds=None
         if engine is None or not engine_fits
-        else _generation_seconds(args, config, model, gpu, prompts, engine),
+        else _generation_seconds(args, config, model, gpu, usual, engine),
         with_two_steps=None
         if engine is None or not engine_fits or config.batch.steps_per_generation > 1
-        else _generation_seconds(args, config, model, gpu, prompts, engine, rollouts=2),
+        else _generation_seconds(args, config, model, gpu, usual, engine, rollouts=2),
     )
 
 
@@ -144,6 +154,10 @@ def _answers(args: GRPOArguments, config: GRPOConfig, given: Sequence[Sample]) -
     of_step = chord.answers(batch.global_batch_size // batch.micro_batch_size)
     budget = config.micro_batches.max_tokens_per_micro_batch
     return AnswerBatches.plan(given, of_step, chord.answers(1), batch.layout, budget)
+
+
+def _samples(prompts: Sequence[int], completions: Sequence[int]) -> list[Sample]:
+    return [(prompt + own, own) for prompt, own in zip(prompts, completions, strict=True)]
 
 
 def _of_step(values: Sequence[int], config: GRPOConfig) -> list[int]:
@@ -222,7 +236,7 @@ def _generation_seconds(
     config: GRPOConfig,
     model: Model,
     gpu: Gpu,
-    prompts: list[int],
+    samples: Sequence[Sample],
     engine: Engine,
     rollouts: int = 1,
 ) -> float:
@@ -232,7 +246,7 @@ def _generation_seconds(
     """
     share = math.ceil(config.batch.generation_batch_size * rollouts * engine.ranks / config.batch.layout.world_size)
     slots = args.vllm_max_num_seqs or share
-    mean_length = sum(prompts) / len(prompts) + args.max_completion_length / 4
+    mean_length = sum(tokens - completion / 2 for tokens, completion in samples) / len(samples)
     at_once = max(1, min(share, slots, engine.sequences(gpu.memory_bytes, mean_length)))
     read: float = model.parameters
     if model.decoder.experts:  # a step reads those that some sequence takes

@@ -1,0 +1,32 @@
+"""The cases of one node with the smallest models of the same types, on two CPU ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness.node.cases import Case, cases
+from tests.paths import REPOSITORY
+
+
+@pytest.mark.e2e
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", cases(2), ids=lambda case: case.name)
+def test_a_case_of_a_node_runs_on_two_ranks_of_a_cpu(case: Case, tmp_path: Path) -> None:
+    """bench.py compares the tokens that each trainer trained with those of the workload."""
+    command = [sys.executable, "-m", "benchmarks.eight", "run", case.name, "--gpus", "2", "--dry", "--out",
+               str(tmp_path), "--work", str(tmp_path / "work"), "--seconds", "850"]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
+    assert done.returncode == 0, done.stdout
+    processes = json.loads((tmp_path / f"{case.name}.json").read_text())["processes"]
+    tried = sorted((process["arm"], process["setting"]) for process in processes)
+    assert tried == sorted([("ours", name) for name in case.ours] + [("stock", name) for name in case.stock])
+    for process in processes:
+        assert process["status"] == "ok" and process["steps"], process
