@@ -18,6 +18,7 @@ from swift_megatron_grpo.arguments.refused import (
     NOT_YET,
     NOTED,
     OMNI,
+    ON_TEXT_ALONE,
     READ_AS,
     READ_WITH,
     REFUSED_COMPOSITE,
@@ -84,7 +85,7 @@ def types_table() -> str:
         else "trained: text and images; rows with videos are refused"
         for name in COMPOSITE
     }
-    for name in OMNI:
+    for name in (*OMNI, *ON_TEXT_ALONE):
         heard = all(name in takes for takes in (TAKES_IMAGES, TAKES_RECORDINGS, TAKES_VIDEOS))
         states[name] = (
             "trained: text, images, videos and audio" if heard else "trained: text; rows with media are refused"

@@ -12,9 +12,8 @@ import torch
 
 from swift_megatron_grpo.arguments.derived import DerivedArguments
 from swift_megatron_grpo.arguments.refused import (
-    COMPOSITE,
+    ALL_COMPOSITE,
     INTERNVL_LANGUAGES,
-    OMNI,
     REFUSED_COMPOSITE,
     REFUSED_TEXT,
     STOCK_TRAINER,
@@ -67,11 +66,11 @@ def check_modules(folder: str | Path, config: Mapping[str, Any], has_experts: bo
 def check_type(model: str, config: Mapping[str, Any], is_multimodal: bool) -> None:
     """Refuse a type that no test has trained, by name."""
     model_type = config.get("model_type", "")
-    if is_multimodal and model_type not in (*COMPOSITE, *OMNI):
+    if is_multimodal and model_type not in ALL_COMPOSITE:
         reason = REFUSED_COMPOSITE.get(model_type, "mcore-bridge 1.6.5 does not convert this type")
         raise ValueError(
             f"--model {model}: {model_type} is a model with an image, video or audio part that is not supported: "
-            f"{reason}; use a text model, or a model of one of the types {', '.join((*COMPOSITE, *OMNI))}, or "
+            f"{reason}; use a text model, or a model of one of the types {', '.join(ALL_COMPOSITE)}, or "
             f"{STOCK_TRAINER}"
         )
     if not is_multimodal and model_type in REFUSED_TEXT:
@@ -170,7 +169,7 @@ def _layers(interval: int, layers: int) -> list[str]:
     return ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)]
 
 
-_TRANSPOSED = "qwen3_vl_moe"  # the one model_type of COMPOSITE whose released experts are transposed
+_TRANSPOSED = "qwen3_vl_moe"  # the one model_type of ALL_COMPOSITE whose released experts are transposed
 
 
 def check_stacked_experts(model: str, folder: str | Path, config: Mapping[str, Any]) -> None:

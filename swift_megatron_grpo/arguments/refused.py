@@ -231,11 +231,14 @@ def notes_on_flags(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> li
 
 # A composite model is a language model with an image, video or audio part. These, all with images and videos, have been
 # compared with plain transformers, on text and images, by a test. Those of OMNI also hear and speak; they have been
-# compared on text, and the one that is in TAKES_IMAGES, TAKES_RECORDINGS and TAKES_VIDEOS on these as well.
+# compared on text, and the one that is in TAKES_IMAGES, TAKES_RECORDINGS and TAKES_VIDEOS on these as well. Those of
+# ON_TEXT_ALONE, which have images and videos, have been compared on text.
 COMPOSITE = (
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "internvl",
 )  # fmt: skip
 OMNI = ("qwen2_5_omni", "qwen3_omni_moe")
+ON_TEXT_ALONE = ("minicpmv4_6",)
+ALL_COMPOSITE = (*COMPOSITE, *OMNI, *ON_TEXT_ALONE)
 TAKES_IMAGES = (*COMPOSITE, "qwen3_omni_moe")
 TAKES_RECORDINGS = ("qwen3_omni_moe",)
 TAKES_VIDEOS = tuple(name for name in TAKES_IMAGES if name.startswith("qwen"))
@@ -270,7 +273,6 @@ REFUSED_COMPOSITE: Mapping[str, str] = {
     **dict.fromkeys(("gemma4", "gemma4_unified"), _GEMMA4),
     "kimi_k25": "mcore-bridge 1.6.5 builds its image part from code in the checkpoint (trust_remote_code)",
     "llama4": "mcore-bridge 1.6.5 does not read its attention_chunk_size, and ms-swift 4.6 trains it with padding only",
-    "minicpmv4_6": "its image part cuts and merges images as no other does, and no test has compared it yet",
     "muse_glimmer": "ms-swift 4.6 trains it with padding only",
     "qwen3_asr": "it transcribes audio, and there is no tiny one to compare with plain transformers",
     "qwen4_exp": "beyond indexer_budget tokens its attention needs a GPU, where no test has compared it yet",

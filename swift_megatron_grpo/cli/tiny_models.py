@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -205,15 +206,31 @@ OMNI_FAMILIES = {
     )
     for kind, named in NAMED_TOKENS.items()
 }  # fmt: skip
+MINICPM = Family(
+    special=[],
+    ids={"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"},
+    chat_template=chat_template("", IM_TURN[0], "<|image_pad|>", "<|video_pad|>", *IM_TURN[1:]),
+    named={
+        "image_token": "<|image_pad|>",
+        "video_token": "<|video_pad|>",
+        **{
+            f"{part}_{end}_token": f"<{slash}{part}>"
+            for part in ("image", "slice", "image_id")
+            for end, slash in (("start", ""), ("end", "/"))
+        },
+    },
+)
 TILE = 56  # pixels per side of a tile of InternVL
 GLM = ("glm4v", "glm4v_moe")
-WITH_DELTA_NETS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+WITH_DELTA_NETS = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "minicpmv4_6")
+SEEING = re.compile(r"\.(visual|vision_tower|merger)\.")  # in the names of image parts of these types
 WITH_EXPERTS = ("qwen3_5_moe", "qwen3_next", "qwen3_vl_moe", "qwen3_omni_moe")
 WITHOUT_HEAD_DIM = ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "glm4v")  # a head has hidden / heads channels
 KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", *WITH_DELTA_NETS, *GLM, *OMNI, "internvl")
 TYPES = (*TEXT_CONFIGS, *KINDS)
 
-FAMILIES = {**dict.fromkeys(KINDS, QWEN), **dict.fromkeys(GLM, GLM_FAMILY), **OMNI_FAMILIES, "internvl": INTERNVL}
+FAMILIES = {**dict.fromkeys(KINDS, QWEN), **dict.fromkeys(GLM, GLM_FAMILY), **OMNI_FAMILIES, "internvl": INTERNVL,
+            "minicpmv4_6": MINICPM}  # fmt: skip
 # Beginnings of the names of three classes of transformers: the processor, and those of images and of videos in it.
 PROCESSORS = {
     **dict.fromkeys(KINDS, ("Qwen3VL", "Qwen2VL", "Qwen3VL")),
@@ -223,6 +240,7 @@ PROCESSORS = {
     "qwen3_omni_moe": ("Qwen3OmniMoe", "Qwen2VL", "Qwen2VL"),
     **dict.fromkeys(GLM, ("Glm4v", "Glm4v", "Glm4v")),
     "internvl": ("InternVL", "GotOcr2", "InternVL"),
+    "minicpmv4_6": ("MiniCPMV4_6",) * 3,
 }
 
 
@@ -254,6 +272,8 @@ def text_config(tokenizer: PreTrainedTokenizerFast, shape: Shape) -> dict[str, A
         del config["head_dim"]
     if shape.kind == "internvl":
         return config | {"model_type": "qwen3", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    if shape.kind == "minicpmv4_6":
+        config["model_type"] = "qwen3_5_text"
     if shape.kind in GLM:
         config |= {"attention_bias": True, "eos_token_id": tokenizer.convert_tokens_to_ids("<|user|>")}
     if shape.kind == "glm4v_moe":
@@ -292,7 +312,7 @@ def rope_config(shape: Shape) -> dict[str, Any]:
     frequencies = int(shape.sizes.head_dim * share) // 2
     side = frequencies * 3 // 8  # for height and for width; the rest is for time
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [frequencies - 2 * side, side, side]}
-    if shape.kind.startswith("qwen3"):
+    if shape.kind.startswith("qwen3") or shape.kind in WITH_DELTA_NETS:
         rope["mrope_interleaved"] = True
     if share < 1:
         rope["partial_rotary_factor"] = share
@@ -305,6 +325,9 @@ def vision_config(shape: Shape) -> dict[str, Any]:
             "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
             "attention_bias": True, "image_size": [TILE, TILE],
         }  # fmt: skip
+    if shape.kind == "minicpmv4_6":
+        return {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64,
+                "image_size": 8 * 14, "patch_size": 14}  # fmt: skip
     common = {"depth": 2, "num_heads": 2}
     if shape.kind == "qwen2_vl":
         return {**common, "embed_dim": 32, "hidden_size": shape.sizes.hidden, "mlp_ratio": 2}
@@ -325,8 +348,10 @@ def make_config(tokenizer: PreTrainedTokenizerFast, shape: Shape) -> Any:
         numbers = {name: tokenizer.convert_tokens_to_ids(token) for name, token in NAMED_TOKENS[shape.kind].items()}
         numbers["im_end"] = tokenizer.convert_tokens_to_ids(IM_END)
         return omni_config(shape.kind, text, vision_config(shape), numbers)
+    between = {"insert_layer_id": 1} if shape.kind == "minicpmv4_6" else {}  # layers before patches are merged
     return AutoConfig.for_model(
         shape.kind,
+        **between,
         text_config=text,
         vision_config=vision_config(shape),
         tie_word_embeddings=shape.tie,
@@ -347,7 +372,7 @@ def draw_weights(model: torch.nn.Module, shape: Shape, seed: int) -> None:
         elif name.rpartition(".")[2].startswith("lambda_"):
             value = 1 + 0.1 * value
         elif "norm" in name.rsplit(".", 2)[-2] and name.endswith("weight"):
-            about_zero = shape.kind in WITH_DELTA_NETS and ".visual." not in name and "linear_attn" not in name
+            about_zero = shape.kind in WITH_DELTA_NETS and not SEEING.search(name) and "linear_attn" not in name
             value = 0.1 * value + (0 if about_zero else 1)  # these norms multiply by 1 + weight
         else:
             value = value * (std if parameter.ndim > 1 else 0.02)
@@ -393,6 +418,8 @@ def write_processor(folder: Path, kind: str) -> None:
         of_images |= {"min_patches": 1, "max_patches": 4}
         shared = {"processor_class": common["processor_class"], "image_seq_length": (TILE // 28) ** 2}
         files["processor_config.json"] = shared
+    elif kind == "minicpmv4_6":
+        common |= {"scale_resolution": 112, "patch_size": 14, "max_slice_nums": 4}
     else:
         frames = 2 if kind in GLM else 1  # GLM's processor counts the pixels of the two frames that an image is for it
         common["size"] = {"shortest_edge": frames * 32 * 32, "longest_edge": frames * 128 * 128}
@@ -424,7 +451,7 @@ def save_composite(folder: Path, shape: Shape, seed: int = 0) -> PreTrainedModel
         write_processor(folder, shape.kind)
     if shape.kind == "qwen2_5_omni":
         torch.save({"nobody": {}}, folder / "spk_dict.pt")  # its speakers, which transformers reads with the weights
-    if shape.kind in WITH_DELTA_NETS:
+    if shape.kind in WITH_DELTA_NETS and shape.kind != "minicpmv4_6":
         add_prediction_layer(folder, shape.sizes.layers, shape.sizes.hidden)
     return model
 

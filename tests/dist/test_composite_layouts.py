@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swift_megatron_grpo.arguments.refused import OMNI
+from swift_megatron_grpo.arguments.refused import OMNI, ON_TEXT_ALONE
 from swift_megatron_grpo.cli.check_layouts.command import compare
 from tests.dist.conftest import LEARNING_RATE, Ranks, selected, selected_layouts
 from tests.dist.test_gradients import torch_weights
@@ -32,9 +32,10 @@ LAYOUTS = {
     ("qwen3_omni_moe", "full"): ["tp2+sp", "pp2", "dp2+ep2", "cp2"],
     ("qwen3_omni_moe", "lora"): ["tp2+sp"],
     ("qwen2_5_omni", "full"): ["tp2+sp", "cp2"],
+    ("minicpmv4_6", "full"): ["tp2+sp", "pp2"],
     ("qwen3_vl", "full"): ["tp2+sp"],  # test_image_layouts.py has more of the types with images
 }
-KINDS = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen2_5_vl", "deepseek", *OMNI]
+KINDS = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen2_5_vl", "deepseek", *OMNI, *ON_TEXT_ALONE]
 CASES = [(kind, tuner, layout) for (kind, tuner), layouts in LAYOUTS.items() for layout in layouts]
 MARKED = rest_nightly(CASES, covering(CASES))
 
@@ -66,7 +67,7 @@ def test_gradients_match_plain_transformers(descended: Ranks, tmp_path: Path, ki
     reference = torch.load(tmp_path / "hf.pt")
     squares = sum(grad.square().sum().item() for grad in reference["grads"].values())
     assert run["metrics"][0]["loss"] == pytest.approx(reference["loss"], rel=1e-5)
-    bounds = dict.fromkeys(OMNI, 1e-6) | {"qwen3_next": 2e-5}
+    bounds = dict.fromkeys((*OMNI, *ON_TEXT_ALONE), 1e-6) | {"qwen3_next": 2e-5}
     assert run["metrics"][0]["grad_norm"] == pytest.approx(squares**0.5, rel=bounds.get(kind, 1e-5))
 
     start, moved = torch_weights(descended.model(kind)), torch.load(run["weights"])

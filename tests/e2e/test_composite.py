@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from swift_megatron_grpo.arguments.refused import OMNI
+from swift_megatron_grpo.arguments.refused import OMNI, ON_TEXT_ALONE
 from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
 from swift_megatron_grpo.platforms.attention_packages import vision_tower_has_flash_attention
 from tests.support.runs import PLUGINS, PROBE, REWARDS, Finished, hf_difference, make_model, megatron_rlhf
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.e2e
 FP32 = ["--torch_dtype", "float32", "--fp16", "false", "--sync_check", "full", "--seed_completions", "true"]
 # Parts that are not trained; those of a Qwen-Omni are for images, audio and speech.
 VISION_TOWER = re.compile(
-    r"visual\.|vision_tower\.|multi_modal_projector\.|audio_tower\.|^(talker|code2wav|token2wav)\."
+    r"visual\.|vision_tower\.|merger\.|multi_modal_projector\.|audio_tower\.|^(talker|code2wav|token2wav)\."
 )
 PROBED = ["--external_plugins", str(REWARDS), str(PROBE), "--callbacks", "probe"]
 STEPS = 14
@@ -124,18 +124,26 @@ def test_a_server_of_an_omni_model_gets_the_parts_that_it_holds(folder: Path, da
     assert f"vLLM holds all {len(held)} tensors bit for bit" in run.output
 
 
-@pytest.mark.parametrize("towers", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_server_gets_the_towers_if_it_holds_them(folder: Path, dataset: Path, towers: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "towers"),
+    [
+        ("qwen3_5_moe", True),
+        pytest.param("qwen3_5_moe", False, marks=pytest.mark.slow),
+        pytest.param("minicpmv4_6", True, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_server_gets_the_towers_if_it_holds_them(folder: Path, dataset: Path, kind: str, towers: bool) -> None:
     """With a mixture of experts, whose checkpoint has all experts of a layer in one tensor."""
-    model = make_model(folder / f"moe-{towers}", "qwen3_5_moe")
+    name = f"{kind}-{towers}"
+    model = make_model(folder / name, kind)
     tensors = load_file(model / "model.safetensors")
     sent = [name for name in tensors if not name.startswith("mtp.") and (towers or ".visual." not in name)]
     stacked = [name for name in sent if ".mlp.experts." in name]
     flags = [] if towers else ["--vllm_limit_mm_per_prompt", '{"image": 0, "video": 0}']
-    server = RolloutServer(model, folder / f"server-{towers}.txt", flags).start()
+    server = RolloutServer(model, folder / f"server-{name}.txt", flags).start()
     try:
         remote = ["--vllm_mode", "server", "--vllm_server_base_url", server.wait().url]
-        run = megatron_rlhf(model, dataset, folder / f"served-{towers}", 1, [*FP32, *remote], {API_KEY_VARIABLE: KEY})
+        run = megatron_rlhf(model, dataset, folder / f"served-{name}", 1, [*FP32, *remote], {API_KEY_VARIABLE: KEY})
     finally:
         server.stop()
     assert run.code == 0, run.output[-4000:]
@@ -157,6 +165,7 @@ def test_a_server_gets_the_towers_if_it_holds_them(folder: Path, dataset: Path, 
         pytest.param("glm4v_moe", "", marks=pytest.mark.nightly),
         pytest.param("internvl", "", marks=pytest.mark.nightly),
         pytest.param("qwen2_5_omni", "", marks=pytest.mark.nightly),
+        pytest.param("minicpmv4_6", "", marks=pytest.mark.nightly),
         pytest.param("qwen3_omni_moe", "--language_model_only", marks=pytest.mark.nightly),
     ],
 )
@@ -172,7 +181,7 @@ def test_text_of_other_types_is_generated_and_trained_with_equal_numbers(
     assert all(step["sync_check/mean_diff"] < 1e-5 for step in run.log)
     assert hf_difference(run.last_checkpoint)["max"] < 1e-5
     before, after = load_file(model / "model.safetensors"), load_file(run.last_checkpoint / "model.safetensors")
-    if kind in OMNI:  # whose names and experts are saved as they were released
+    if kind in (*OMNI, *ON_TEXT_ALONE):  # whose names and experts are saved as they were released
         assert (
             f"vLLM holds all {sum(not VISION_TOWER.search(name) for name in before)} tensors bit for bit" in run.output
         )

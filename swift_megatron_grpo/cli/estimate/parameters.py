@@ -29,7 +29,7 @@ class Part(Enum):
 
 _PARTS = {  # the first pattern that a name has; all others are LAYERS
     Part.VISION_TOWER: re.compile(
-        r"(?:^|\.)(visual|vision\w*|audio\w*|multi_modal_projector|mlp1|vit\w*|talker|token2wav)\."
+        r"(?:^|\.)(visual|vision\w*|audio\w*|multi_modal_projector|merger|mlp1|vit\w*|talker|token2wav)\."
     ),
     Part.EMBEDDING: re.compile(r"(?:^|\.)(embed_tokens|word_embeddings|wte)\."),
     Part.HEAD: re.compile(r"(?:^|\.)(lm_head|output)\.weight$"),

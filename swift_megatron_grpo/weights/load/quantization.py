@@ -15,7 +15,7 @@ FP8 = "fp8_per_channel"
 _KEPT = (
     r"re:.*\.(gate|router|shared_expert_gate)$",
     r"re:.*\.linear_attn\.in_proj_(a|b|ba)$",
-    r"re:(.*\.)?(visual|vision_tower|vision_model|multi_modal_projector|audio_tower)\..*",
+    r"re:(.*\.)?(visual|vision_tower|vision_model|multi_modal_projector|audio_tower|vpm|vit_merger|merger)\..*",
 )
 _ONLINE = "online"  # as vLLM calls what quantization_config describes
 _OLDEST = (8, 9)  # compute capability of GPUs that multiply in FP8

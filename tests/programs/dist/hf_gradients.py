@@ -33,8 +33,9 @@ def main(folder: str, out: str, *others: str) -> None:
 def gradients(folder: str, prompts: str = "") -> dict[str, Any]:
     """Return the loss, its gradient by the names of transformers, and the log-probs of each sample."""
     config = json.loads(Path(folder, "config.json").read_text())
-    if "linear_num_key_heads" in config.get("text_config", config):
-        use_exact_delta_rule(config["model_type"])
+    language = config.get("text_config", config)
+    if "linear_num_key_heads" in language:
+        use_exact_delta_rule(language["model_type"].removesuffix("_text"))
     model = load_plain(folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager")
     vocabulary = model.config.get_text_config().vocab_size
     if prompts == "sequences":

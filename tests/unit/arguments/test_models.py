@@ -22,9 +22,10 @@ from swift_megatron_grpo.arguments.models import (
     check_type,
 )
 from swift_megatron_grpo.arguments.refused import (
+    ALL_COMPOSITE,
     COMPOSITE,
     INTERNVL_LANGUAGES,
-    OMNI,
+    ON_TEXT_ALONE,
     READ_AS,
     REFUSED_COMPOSITE,
     REFUSED_TEXT,
@@ -42,11 +43,11 @@ LINEAR, FULL = "linear_attention", "full_attention"
 def test_every_type_of_mcore_bridge_is_supported_or_refused_with_a_reason() -> None:
     """mcore-bridge registers deepseek_v41 only if megatron-core has a HybridModel with its layers."""
     converted = {name for meta in MODEL_MAPPING.values() if meta.is_multimodal for name in meta.model_types}
-    assert converted | {"deepseek_v41"} == {*COMPOSITE, *OMNI, *REFUSED_COMPOSITE}
+    assert converted | {"deepseek_v41"} == {*ALL_COMPOSITE, *REFUSED_COMPOSITE}
     names = {name for key, name in vars(MLLMModelType).items() if not key.startswith("_")}
     assert names - {"deepseek_v41"} == {name for name, meta in MODEL_MAPPING.items() if meta.is_multimodal}
     assert all(reason and not reason.endswith(".") for reason in [*REFUSED_COMPOSITE.values(), *REFUSED_TEXT.values()])
-    assert not {*COMPOSITE, *OMNI} & {*REFUSED_COMPOSITE} and not {*COMPOSITE} & {*OMNI}
+    assert not {*ALL_COMPOSITE} & {*REFUSED_COMPOSITE} and len({*ALL_COMPOSITE}) == len(ALL_COMPOSITE)
     text = [name for meta in MODEL_MAPPING.values() if not meta.is_multimodal for name in meta.model_types]
     assert {*text, "nemotron_h"} == {*TEXT, *READ_AS, *REFUSED_TEXT}  # nemotron_h: as deepseek_v41
     assert not {*TEXT, *READ_AS} & {*REFUSED_TEXT}
@@ -63,32 +64,33 @@ def test_a_type_read_as_another_gets_the_same_model(model_type: str, base: str) 
     assert get_mcore_model_type(model_type) == get_mcore_model_type(base) == "gpt"
 
 
-@pytest.mark.parametrize("model_type", [*COMPOSITE, *OMNI, *TEXT, *READ_AS])
+@pytest.mark.parametrize("model_type", [*ALL_COMPOSITE, *TEXT, *READ_AS])
 def test_a_type_that_was_compared_is_accepted(model_type: str) -> None:
-    check_type("m", {"model_type": model_type}, model_type in (*COMPOSITE, *OMNI))
+    check_type("m", {"model_type": model_type}, model_type in ALL_COMPOSITE)
 
 
-@pytest.mark.parametrize("model_type", [*COMPOSITE, *OMNI])
+@pytest.mark.parametrize("model_type", ALL_COMPOSITE)
 def test_text_of_a_supported_type_is_trained_with_frozen_towers(model_type: str) -> None:
     check_composite("m", {"model_type": model_type, "text_config": {"model_type": "qwen3"}}, FROZEN)
 
 
-@pytest.mark.parametrize("model_type", [*COMPOSITE, *OMNI])
+@pytest.mark.parametrize("model_type", ALL_COMPOSITE)
 def test_rows_with_images_are_those_of_types_compared_on_them(model_type: str) -> None:
     args: Any = SimpleNamespace(is_multimodal=True, model_config={"model_type": model_type})
-    assert vars(DerivedArguments)["takes_images"].fget(args) == (model_type != "qwen2_5_omni")
+    assert vars(DerivedArguments)["takes_images"].fget(args) == (model_type in (*COMPOSITE, "qwen3_omni_moe"))
     assert vars(DerivedArguments)["takes_recordings"].fget(args) == (model_type == "qwen3_omni_moe")
 
 
+@pytest.mark.parametrize("model_type", ["qwen2_5_omni", *ON_TEXT_ALONE])
 @pytest.mark.parametrize(
     ("frozen", "flag"), [((False, False, True), "freeze_vit"), ((True, True, False), "freeze_aligner")]
 )
-def test_parts_of_an_omni_model_without_rows_of_media_are_not_trained(
-    frozen: tuple[bool, bool, bool], flag: str
+def test_parts_of_a_model_without_rows_of_media_are_not_trained(
+    model_type: str, frozen: tuple[bool, bool, bool], flag: str
 ) -> None:
     check_composite("m", {"model_type": "qwen3_omni_moe", "text_config": {"model_type": "qwen3"}}, frozen)
-    with pytest.raises(ValueError, match=f"--{flag} false: a qwen2_5_omni is trained on .* text .*; use --{flag} true"):
-        check_composite("m", {"model_type": "qwen2_5_omni", "text_config": {"model_type": "qwen3"}}, frozen)
+    with pytest.raises(ValueError, match=f"--{flag} false: a {model_type} is trained on .* text .*; use --{flag} true"):
+        check_composite("m", {"model_type": model_type, "text_config": {"model_type": "qwen3"}}, frozen)
 
 
 @pytest.mark.parametrize("model_type", [*REFUSED_COMPOSITE, "mystery_vl"])

@@ -20,6 +20,7 @@ NAMES = {
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_omni_moe": "Qwen3OmniMoeForConditionalGeneration",
+    "minicpmv4_6": "MiniCPMV4_6ForConditionalGeneration",
 }
 
 
@@ -30,7 +31,8 @@ def test_every_tensor_has_a_part_and_a_layer(model_type: str, tmp_path: Path) ->
     layers = {tensor.layer for tensor in model.tensors if tensor.part in (Part.LAYERS, Part.EXPERTS)} - {None}
     assert layers == set(range(decoder.layers))
     assert {tensor.layer for tensor in model.tensors if tensor.part is Part.EXPERTS} == decoder.expert_layers
-    assert any(tensor.is_vision_tower for tensor in model.tensors) == ("_5" in model_type or "omni" in model_type)
+    seeing = ("_vl", "_5_moe", "omni_moe", "minicpmv4_6")
+    assert any(tensor.is_vision_tower for tensor in model.tensors) == model_type.endswith(seeing)
     embeddings = [tensor for tensor in model.tensors if tensor.part is Part.EMBEDDING]
     assert [tensor.shape for tensor in embeddings] == [(decoder.vocabulary, decoder.hidden)]
 
