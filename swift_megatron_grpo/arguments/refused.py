@@ -252,28 +252,37 @@ TEXT = (
 WITHOUT_ENGINE = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minimax_m2")
 READ_AS = {"internlm3": "llama", "kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 _CODE_IN_CHECKPOINT = "its code is part of the checkpoint (trust_remote_code), so no test can make a small one"
-_HYBRID = "its language model is a HybridModel, unknown to megatron-core 0.16.1, and this trainer needs a GPTModel"
-_GEMMA4 = (
-    "mcore-bridge 1.6.5 reads global_head_dim, which transformers 5.19 has no longer, and its text needs token types"
+_PADDED = "ms-swift 4.6 trains it with padding only"
+_GEMMA4 = f"mcore-bridge 1.6.5 reads global_head_dim, which transformers 5.19 has no longer, and {_PADDED}"
+_SPARSE = (
+    "megatron-core below 0.19 has no sparse attention (DSA) of packed sequences; that of 0.19.2, which this package "
+    "does not allow yet, needs fast_hadamard_transform, and with it a GPU, where no test has compared it"
 )
-_SPARSE = "megatron-core below 0.19 has no sparse attention (DSA) of packed sequences, and 0.19 is not supported yet"
 # Text types that mcore-bridge 1.6.5 converts, and the reason why this trainer refuses them.
 REFUSED_TEXT: Mapping[str, str] = {
     **dict.fromkeys(("bailing_hybrid", "bailing_moe", "deepseek"), _CODE_IN_CHECKPOINT),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _SPARSE),
     "deepseek_v4": "no megatron-core up to 0.19.2 has its attention (dsv4_hybrid)",
     "ernie4_5_moe": "mcore-bridge 1.6.5 does not read the bias of its routers (moe_statics.e_score_correction_bias)",
-    "nemotron_h": _HYBRID,
+    "nemotron_h": (
+        "its language model is a HybridModel: megatron-core 0.16.1 has none, and in 0.18.2 and 0.19.2 it lacks the "
+        "method that this trainer replaces to compute log-probs (_forward_output_layer); its Mamba layers need "
+        "mamba-ssm, and with it a GPU"
+    ),
 }
 # Types that mcore-bridge 1.6.5 converts, and the reason why this trainer refuses them; it converts deepseek_v41 with a
 # newer megatron-core only.
 REFUSED_COMPOSITE: Mapping[str, str] = {
     **dict.fromkeys(("internvl_chat", "kimi_vl", "llava_onevision1_5", "ovis2_5"), _CODE_IN_CHECKPOINT),
-    **dict.fromkeys(("deepseek_v41", "glm5_next"), _HYBRID),
+    "deepseek_v41": "no megatron-core up to 0.19.2 has its layers (hybrid_dsv4_stack_spec)",
+    "glm5_next": "no megatron-core up to 0.19.2 has what its layers need (mark_keep_in_fp32)",
     **dict.fromkeys(("gemma4", "gemma4_unified"), _GEMMA4),
     "kimi_k25": "mcore-bridge 1.6.5 builds its image part from code in the checkpoint (trust_remote_code)",
-    "llama4": "mcore-bridge 1.6.5 does not read its attention_chunk_size, and ms-swift 4.6 trains it with padding only",
-    "muse_glimmer": "ms-swift 4.6 trains it with padding only",
-    "qwen3_asr": "it transcribes audio, and there is no tiny one to compare with plain transformers",
-    "qwen4_exp": "beyond indexer_budget tokens its attention needs a GPU, where no test has compared it yet",
+    "llama4": f"mcore-bridge 1.6.5 does not read its attention_chunk_size, and {_PADDED}",
+    "muse_glimmer": _PADDED,
+    "qwen3_asr": "mcore-bridge 1.6.5 takes its audio part from the package qwen-asr, which needs transformers 4.57.6",
+    "qwen4_exp": (
+        "beyond indexer_budget tokens mcore-bridge 1.6.5 attends with a Triton kernel, which needs a GPU, where no "
+        "test has compared it yet"
+    ),
 }
