@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from scripts.write_settings_page import Shapes, engine_of, read_shapes
-from swift_megatron_grpo.cli.estimate.activations import ImageTokens, Recompute, Tokens
+from swift_megatron_grpo.cli.estimate.activations import MediaTokens, Recompute, Tokens
 from swift_megatron_grpo.cli.estimate.memory import PHASES, Engine, Training, plan_memory, with_budget
 from swift_megatron_grpo.runtime.gpus import find_gpu
 from swift_megatron_grpo.settings.layout import Layout
@@ -89,7 +89,7 @@ def table() -> str:
 def runs_with_images() -> Iterator[tuple[str, Training]]:
     """Yield the parts that are trained, as flags."""
     tokens = Tokens(SAMPLES * SAMPLE, SAMPLES * SAMPLE, SAMPLES * TRAINED)
-    images = ImageTokens(shown=SAMPLES * IMAGE, distinct=SHOWN * IMAGE, of_rollout=PROMPTS * IMAGE)
+    images = MediaTokens(shown=SAMPLES * IMAGE, distinct=SHOWN * IMAGE, of_rollout=PROMPTS * IMAGE)
     frozen = Training(Layout(1), tokens, micro_batches=9, images=images)
     yield "none of the below: the image part is frozen", frozen
     yield "`--freeze_aligner false`", replace(frozen, trains_aligner=True)

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from swift_megatron_grpo.cli.check.model import cached_channels, decoder_of, flops_of, vision_tower_of
-from swift_megatron_grpo.cli.estimate.activations import Decoder, ImageTokens, Recompute, Tokens, VisionTower
+from swift_megatron_grpo.cli.estimate.activations import Decoder, MediaTokens, Recompute, Tokens, VisionTower
 from swift_megatron_grpo.cli.estimate.advice import MARGIN
 from swift_megatron_grpo.cli.estimate.memory import Engine, Training, plan_memory
 from swift_megatron_grpo.cli.estimate.parameters import Tensor, tensors_of
@@ -135,7 +135,7 @@ def _choice(shapes: Shapes, gpus: int, lora: bool, gpu: Gpu, tensor: int, pipeli
         steps,
         Recompute("full", "uniform", 1) if recompute else Recompute(),
         lora_rank=16 if lora else None,
-        images=_image_tokens(layout, budget) if shapes.vision_tower else ImageTokens(),
+        images=_image_tokens(layout, budget) if shapes.vision_tower else MediaTokens(),
         optimizer_on_cpu=1.0 if on_cpu else 0.0,
         offload_model=offload,
         offload_optimizer=offload,
@@ -161,10 +161,10 @@ def engine_of(shapes: Shapes, ranks: int, utilization: float) -> Engine:
     return Engine(weights, 2 * shapes.cached, shapes.key_heads, PROMPT + COMPLETION, ranks, utilization)
 
 
-def _image_tokens(layout: Layout, budget: int) -> ImageTokens:
+def _image_tokens(layout: Layout, budget: int) -> MediaTokens:
     """Return images of prompts that are images alone."""
     shown = budget * PROMPT // (PROMPT + COMPLETION)
-    return ImageTokens(shown, shown, max(1, COMPLETIONS // GROUP // layout.data_parallel) * PROMPT)
+    return MediaTokens(shown, shown, max(1, COMPLETIONS // GROUP // layout.data_parallel) * PROMPT)
 
 
 def best_that_fits(shapes: Shapes, gpus: int, lora: bool, gpu: Gpu) -> tuple[str, int]:

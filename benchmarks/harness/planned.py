@@ -8,9 +8,9 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from swift_megatron_grpo.cli.check.micro_batches import Sample, image_tokens_of, micro_batches
+from swift_megatron_grpo.cli.check.micro_batches import Sample, media_tokens_of, micro_batches
 from swift_megatron_grpo.cli.check.model import Model, read_model
-from swift_megatron_grpo.cli.estimate.activations import ImageTokens, Recompute, Tokens
+from swift_megatron_grpo.cli.estimate.activations import MediaTokens, Recompute, Tokens
 from swift_megatron_grpo.cli.estimate.memory import Engine, RankMemory, Training, master_bytes, plan_memory
 from swift_megatron_grpo.cli.tiny_omni import NAMED_TOKENS
 from swift_megatron_grpo.packing.plan import StepPlan
@@ -139,7 +139,7 @@ def _samples(run: Run) -> list[Sample]:
     return [(prompt + tokens, tokens) for prompt, group in zip(prompts, completions, strict=True) for tokens in group]
 
 
-def _image_tokens(run: Run, plan: StepPlan, batch: BatchSizes) -> ImageTokens:
+def _image_tokens(run: Run, plan: StepPlan, batch: BatchSizes) -> MediaTokens:
     shape = SHAPES[run.workload["shape"]]
     tokens = shape.image_tokens - 2 if shape.vision is not None else 0  # without those around the image
-    return image_tokens_of(plan, batch, [tokens] * batch.global_batch_size)
+    return media_tokens_of(plan, batch, [tokens] * batch.global_batch_size)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from swift_megatron_grpo.cli.check.micro_batches import (
     AnswerBatches,
     Sample,
     fullest,
-    image_tokens_of,
+    media_tokens_of,
     micro_batches,
     saved_by_sharing,
 )
@@ -25,6 +26,7 @@ from swift_megatron_grpo.cli.check.rows import Rows
 from swift_megatron_grpo.cli.estimate.activations import Recompute, Tokens
 from swift_megatron_grpo.cli.estimate.advice import Change, Run, engines_that_fit, settings_that_fit
 from swift_megatron_grpo.cli.estimate.memory import PHASES, Engine, RankMemory, Training, master_bytes, with_budget
+from swift_megatron_grpo.cli.estimate.parameters import Tensor
 from swift_megatron_grpo.cli.estimate.throughput import (
     EvenStages,
     PassCounts,
@@ -100,6 +102,7 @@ def estimate(
         engine=_engine(args, config, model, longest),
         longest_sample=longest if answers is None else max(longest, answers.longest),
         vision_tower=model.vision_tower,
+        audio_part=model.audio_part,
     )
 
     def divides(layout: Layout) -> bool:
@@ -193,7 +196,10 @@ def _training(args: GRPOArguments, config: GRPOConfig, largest: Tokens, plan: St
         trains_vision_tower=args.is_multimodal and not args.freeze_vit,
         trains_aligner=args.is_multimodal and not args.freeze_aligner,
         vision_tower_checkpointing=bool(args.vit_gradient_checkpointing),
-        images=image_tokens_of(plan, config.batch, _of_step(rows.image_tokens, config)),
+        sees=list(args.trained_media) != ["audio"],
+        hears=not args.trained_media or "audio" in args.trained_media,
+        images=media_tokens_of(plan, config.batch, _of_step(rows.image_tokens, config)),
+        recordings=media_tokens_of(plan, config.batch, _of_step(rows.heard_tokens, config)),
         weight_bytes=args.torch_dtype.itemsize,
         optimizer_bytes=sum(states + masters),
         matrix_bytes=sum(momentum + masters) if args.optimizer == "muon" else None,
@@ -217,10 +223,11 @@ def _engine(args: GRPOArguments, config: GRPOConfig, model: Model, longest: int)
     if config.server is not None:
         return None
     item = args.torch_dtype.itemsize
-    vision_tower = 0 if args.is_multimodal else sum(tensor.size for tensor in model.tensors if tensor.is_vision_tower)
+    limits = config.engine.vllm_limit_mm_per_prompt
+    absent = [tensor for tensor in model.tensors if tensor.is_vision_tower and not _is_in_vllm(tensor, limits)]
     eight_bits = config.engine.rollout_quantization != "none"
     return Engine(
-        weight_bytes=model.bytes_in_vllm(item, eight_bits) - vision_tower * item,
+        weight_bytes=model.bytes_in_vllm(item, eight_bits) - sum(tensor.size for tensor in absent) * item,
         cache_bytes_per_token=model.cached * item,
         key_heads=model.key_heads,
         longest=longest,
@@ -229,6 +236,13 @@ def _engine(args: GRPOArguments, config: GRPOConfig, model: Model, longest: int)
         given_cache=config.engine.vllm_engine_kwargs.get("kv_cache_memory_bytes"),
         sleep_level=config.engine.sleep_level,
     )
+
+
+def _is_in_vllm(tensor: Tensor, limits: Mapping[str, Any] | None) -> bool:
+    """Return True for an image or an audio part that vLLM builds. `limits`: on media; None: of a model of text."""
+    kinds = ("audio",) if tensor.is_audio_part else ("image", "video")
+    allowed = [limits.get(kind, 1) for kind in kinds] if limits is not None else []  # a kind without one is not limited
+    return any((limit.get("count", 1) if isinstance(limit, dict) else limit) > 0 for limit in allowed)
 
 
 def _generation_seconds(

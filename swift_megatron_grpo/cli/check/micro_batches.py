@@ -10,7 +10,7 @@ from itertools import chain, cycle, islice
 import numpy as np
 
 from swift_megatron_grpo.cli.check.model import Model
-from swift_megatron_grpo.cli.estimate.activations import ImageTokens, Tokens
+from swift_megatron_grpo.cli.estimate.activations import MediaTokens, Tokens
 from swift_megatron_grpo.packing.bundles import SampleWork, gain_of, plan_within, shared_if_worth_it
 from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count, room_of
 from swift_megatron_grpo.settings.batches import BatchSizes, MicroBatches
@@ -90,15 +90,15 @@ class AnswerBatches:
         return Tokens(max(tokens.packed, own.packed), max(tokens.keys, own.keys), max(tokens.trained, own.trained))
 
 
-def image_tokens_of(plan: StepPlan, batch: BatchSizes, tokens: Sequence[int]) -> ImageTokens:
-    """Return the images of a step. `tokens`: those that stand for images of the prompt of each sample."""
+def media_tokens_of(plan: StepPlan, batch: BatchSizes, tokens: Sequence[int]) -> MediaTokens:
+    """Return the images, or recordings, of a step. `tokens`: those that stand for them in each sample's prompt."""
     size = batch.num_generations
 
     def distinct(indices: Iterable[int]) -> int:
         return sum(tokens[place * size] for place in {index // size for index in indices})
 
     parts = [part for rank in plan.assignment for part in rank]
-    return ImageTokens(
+    return MediaTokens(
         shown=max(distinct(part) if plan.share_prompts else sum(tokens[index] for index in part) for part in parts),
         distinct=max(map(distinct, parts)),
         of_rollout=max(distinct(chain(*rank)) for rank in plan.assignment) * batch.steps_per_generation,

@@ -12,8 +12,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto import modeling_auto as auto
 
-from swift_megatron_grpo.arguments.refused import OMNI
+from swift_megatron_grpo.arguments.refused import OMNI, TAKES_RECORDINGS
 from swift_megatron_grpo.cli.estimate.activations import Decoder, VisionTower
+from swift_megatron_grpo.cli.estimate.audio_part import AudioPart
 from swift_megatron_grpo.cli.estimate.parameters import Part, Tensor, tensors_of
 from swift_megatron_grpo.generation.protocol.model_identity import language_config, media_config, read_model_config
 from swift_megatron_grpo.packing.flops import DeltaNets, FlopsModel
@@ -37,6 +38,7 @@ class Model:
     key_heads: int  # that vLLM's ranks can divide
     repeats_prompts: bool  # has attention that cannot share a prompt: docs/shared_prompts.md
     vision_tower: VisionTower | None = None  # None: takes no images, or is of a kind that cannot be trained on them
+    audio_part: AudioPart | None = None  # the same, of recordings
 
     @property
     def parameters(self) -> int:
@@ -54,7 +56,7 @@ def read_model(folder: str | Path) -> Model:
     text = language_config(config)
     tensors = tensors_of(shapes_of(folder))
     tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
-    decoder = decoder_of(text, tied, tensors)
+    decoder, media = decoder_of(text, tied, tensors), media_config(config)
     return Model(
         name=str((config.get("architectures") or [config.get("model_type")])[0]),
         tensors=tensors,
@@ -63,9 +65,8 @@ def read_model(folder: str | Path) -> Model:
         cached=cached_channels(text, decoder),
         key_heads=1 if "kv_lora_rank" in text else text.get("num_key_value_heads") or text["num_attention_heads"],
         repeats_prompts=why_repeated(text) is not None,
-        vision_tower=vision_tower_of(
-            config["model_type"], media_config(config).get("vision_config") or {}, decoder.hidden
-        ),
+        vision_tower=vision_tower_of(config["model_type"], media.get("vision_config") or {}, decoder.hidden),
+        audio_part=audio_part_of(config["model_type"], media.get("audio_config") or {}, decoder.hidden),
     )
 
 
@@ -142,6 +143,22 @@ def vision_tower_of(model_type: str, vision: Mapping[str, Any], rows: int) -> Vi
         deepstack=len(sizes.get("deepstack_visual_indexes") or ()),
         aligner_ffn=sizes["intermediate_size"] if convolves else 0,
         shuffles=tiles,
+    )
+
+
+def audio_part_of(model_type: str, audio: Mapping[str, Any], rows: int) -> AudioPart | None:
+    """Return the sizes in the audio_config of a model that takes recordings. `rows`: channels of a row."""
+    if model_type not in TAKES_RECORDINGS:
+        return None
+    config = AutoConfig.for_model(model_type, thinker_config={"audio_config": dict(audio)})
+    sizes = config.thinker_config.audio_config
+    return AudioPart(
+        layers=sizes.encoder_layers,
+        hidden=sizes.d_model,
+        ffn=sizes.encoder_ffn_dim,
+        bins=sizes.num_mel_bins,
+        channels=sizes.downsample_hidden_size,
+        rows=rows,
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,13 +14,14 @@ from swift.template import Template
 from swift_megatron_grpo.arguments.environment import create_reward_functions
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 from swift_megatron_grpo.arguments.reward_models import create_servers
+from swift_megatron_grpo.cli.estimate.audio_part import CHUNK_TOKENS
 from swift_megatron_grpo.data.encoders import encoder_of
-from swift_megatron_grpo.data.image_reader import ImageReader
+from swift_megatron_grpo.data.image_reader import ImageReader, Medium
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.generation.requests import infer_request
 from swift_megatron_grpo.grading.rewards import RewardError, RewardFunctions, call_reward_functions
 from swift_megatron_grpo.settings.run import Data
-from swift_megatron_grpo.types import Prompt, Rollout
+from swift_megatron_grpo.types import ModelImage, ModelRecording, Prompt, Rollout, SoundPart
 
 MOST_ROWS = 256  # that are encoded
 _GRADED_ROWS = 4
@@ -33,7 +36,8 @@ class Rows:
     total: int
     prompts: list[Prompt]  # the first ones that training would take
     lengths: list[int]  # tokens of each of them, with those of its images
-    image_tokens: list[int]  # tokens that stand for its images
+    image_tokens: list[int]  # tokens that stand for its images and for frames of its videos
+    heard_tokens: list[int]  # tokens that the audio part makes of its recordings, and of the sound of its videos
 
 
 @dataclass(frozen=True)
@@ -53,16 +57,24 @@ def read_rows(args: GRPOArguments, dataset: Any, template: Template) -> Rows:
     encoder = encoder_of(template)
     prompts = source.take(min(MOST_ROWS, len(dataset)))
     lengths = [len(encoder.encode(infer_request(prompt))["input_ids"]) for prompt in prompts]
-    image_tokens = [0] * len(prompts)
+    image_tokens, heard_tokens = [0] * len(prompts), [0] * len(prompts)
     if args.most_images or args.most_videos or args.most_recordings:
         reader = ImageReader(template)
         for place, prompt in enumerate(prompts):
             shown = reader.images(prompt.row)
-            image_tokens[place] = sum(image.num_tokens for image in shown)
+            image_tokens[place] = sum(each.num_tokens for each in shown if isinstance(each, ModelImage))
+            heard_tokens[place] = tokens_of_chunks(shown)
             lengths[place] += sum(map(reader.length_of, shown)) - sum(
                 len(prompt.row.get(column) or ()) for column in _MEDIA
             )
-    return Rows(len(dataset), prompts, lengths, image_tokens)
+    return Rows(len(dataset), prompts, lengths, image_tokens, heard_tokens)
+
+
+def tokens_of_chunks(media: Iterable[Medium]) -> int:
+    """Return the tokens of recordings, each once and filled up to whole chunks, as the audio part computes them."""
+    heard = [each.sound if isinstance(each, SoundPart) else each for each in media]
+    distinct = dict.fromkeys(each for each in heard if isinstance(each, ModelRecording))
+    return sum(math.ceil(each.num_tokens / CHUNK_TOKENS) * CHUNK_TOKENS for each in distinct)
 
 
 def try_rewards(args: GRPOArguments, rows: Rows, template: Template) -> list[Reward]:

@@ -183,12 +183,16 @@ class VisionTower:
 
 
 @dataclass(frozen=True, slots=True)
-class ImageTokens:
-    """Tokens that stand for images, on the data-parallel rank that has most."""
+class MediaTokens:
+    """Tokens that stand for images, or for recordings, on the data-parallel rank that has most."""
 
     shown: int = 0  # in the largest micro batch, once for each completion that shows the image
     distinct: int = 0  # the same, each image once
     of_rollout: int = 0  # of all steps of a rollout, each image once
+
+    def scaled(self, share: float) -> MediaTokens:
+        """Return those of a micro batch that is larger by this factor; a rollout has as many."""
+        return MediaTokens(round(self.shown * share), round(self.distinct * share), self.of_rollout)
 
 
 def bytes_of_vision_tower(tower: VisionTower, tokens: int, trains_tower: bool, trains_aligner: bool,
@@ -221,7 +225,7 @@ def bytes_of_block(tower: VisionTower, tokens: int, item: int = 2) -> float:
     return float(tokens * PATCHES * _numbers_of_block(tower) * item)
 
 
-def bytes_of_rows(tower: VisionTower, images: ImageTokens, frozen: bool, item: int = 2) -> float:
+def bytes_of_rows(tower: VisionTower, images: MediaTokens, frozen: bool, item: int = 2) -> float:
     """Return the bytes of rows: those a frozen vision tower keeps for a rollout, and those that layers add."""
     kept = images.of_rollout * (1 + tower.deepstack) if frozen else 0
     added = images.shown * tower.deepstack

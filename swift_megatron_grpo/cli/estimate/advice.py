@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from swift_megatron_grpo.cli.estimate.activations import Decoder, Recompute, VisionTower
+from swift_megatron_grpo.cli.estimate.audio_part import AudioPart
 from swift_megatron_grpo.cli.estimate.memory import PHASES, Engine, RankMemory, Training, plan_memory, with_budget
 from swift_megatron_grpo.cli.estimate.parameters import Tensor
 from swift_megatron_grpo.settings.layout import Layout
@@ -30,9 +31,11 @@ class Run:
     engine: Engine | None  # None: servers generate
     longest_sample: int  # tokens; a micro batch has at least one
     vision_tower: VisionTower | None = None  # of a model that takes images
+    audio_part: AudioPart | None = None  # of a model that takes recordings
 
     def memory(self, gpu_bytes: float) -> list[RankMemory]:
-        return plan_memory(self.tensors, self.decoder, self.training, self.engine, gpu_bytes, self.vision_tower)
+        towers = self.vision_tower, self.audio_part
+        return plan_memory(self.tensors, self.decoder, self.training, self.engine, gpu_bytes, *towers)
 
     def fits(self, gpu_bytes: float, *phases: str) -> bool:
         peaks = [rank.phases for rank in self.memory(gpu_bytes)]

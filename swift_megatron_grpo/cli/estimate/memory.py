@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from swift_megatron_grpo.cli.estimate.activations import (
     Decoder,
-    ImageTokens,
+    MediaTokens,
     Recompute,
     Tokens,
     VisionTower,
@@ -19,6 +19,7 @@ from swift_megatron_grpo.cli.estimate.activations import (
     bytes_of_vision_tower,
     micro_batches_in_flight,
 )
+from swift_megatron_grpo.cli.estimate.audio_part import AudioPart, bytes_at_one_time, bytes_of_audio_part
 from swift_megatron_grpo.cli.estimate.parameters import Count, Stage, Tensor, adapters, held, stages_of
 from swift_megatron_grpo.settings.layout import Layout
 
@@ -44,10 +45,13 @@ class Training:
     lora_rank: int | None = None  # None: all weights are trained
     lora_modules: tuple[str, ...] = ()  # endings of the names of adapted modules; empty: all linear layers
     trains_language: bool = True
-    trains_vision_tower: bool = False  # the image part without its aligner
+    trains_vision_tower: bool = False  # image and audio part without their aligners
     trains_aligner: bool = False
+    sees: bool = True  # False: rows have recordings alone, and the image part is frozen
+    hears: bool = True  # False: rows have none, and the audio part is frozen
     vision_tower_checkpointing: bool = True  # backward recomputes the blocks of a trained vision tower
-    images: ImageTokens = field(default_factory=ImageTokens)
+    images: MediaTokens = field(default_factory=MediaTokens)
+    recordings: MediaTokens = field(default_factory=MediaTokens)  # with those of whole chunks
     weight_bytes: int = 2  # of a number
     optimizer_bytes: float = 12  # of a trained parameter: fp32 weight and two moments
     matrix_bytes: float | None = None  # the same in a matrix that Muon updates; None: there are none
@@ -61,6 +65,12 @@ class Training:
     offload_grad: bool = False
 
     def trains(self, tensor: Tensor) -> bool:
+        if tensor.is_vision_tower and not (self.hears if tensor.is_audio_part else self.sees):
+            return False
+        return self.adapts(tensor)
+
+    def adapts(self, tensor: Tensor) -> bool:
+        """Return True for a tensor that has an adapter in a run with LoRA; not all of them are trained."""
         if tensor.is_aligner:
             return self.trains_aligner
         return self.trains_vision_tower if tensor.is_vision_tower else self.trains_language
@@ -140,6 +150,7 @@ def plan_memory(
     engine: Engine | None,
     gpu_bytes: float,
     vision_tower: VisionTower | None = None,
+    audio_part: AudioPart | None = None,
 ) -> list[RankMemory]:
     """Return the memory of one rank of each pipeline stage. `engine`: None with servers."""
     layout, item = training.layout, training.weight_bytes
@@ -150,15 +161,19 @@ def plan_memory(
     for rank, stage in enumerate(stages_of(layout, decoder.layers)):
         parameters = held(tensors, layout, stage, decoder.tied)
         trained = _trained(tensors, training, stage, decoder.tied)
-        adapter = 0.0 if training.lora_rank is None else trained.total
+        adapter = 0.0 if training.lora_rank is None else _adapters(tensors, training, stage, training.lora_rank).total
         weights, gradients = (parameters.total + adapter) * item, trained.total * GRADIENT_BYTES
         optimizer = _optimizer_states(trained, training) * (1 - training.optimizer_on_cpu)
         if training.matrix_bytes is not None:  # every rank has all states of its matrices
             matrices = _trained([tensor for tensor in tensors if tensor.is_muons], training, stage, decoder.tied)
             optimizer -= matrices.total * (training.optimizer_bytes - training.matrix_bytes)
         layers = bytes_of_layers(decoder, sorted(stage.layers), training.tokens, layout, training.recompute, item)
-        tower = vision_tower if stage.has_embedding else None
-        of_tower, in_block, rows = _bytes_of_images(tower, training) if tower is not None else (0.0, 0.0, 0.0)
+        of_tower, in_block, rows = 0.0, 0.0, 0.0
+        if vision_tower is not None and stage.has_embedding:
+            of_tower, in_block, rows = _bytes_of_images(vision_tower, training)
+        if audio_part is not None and stage.has_embedding:
+            of_part, at_one_time, of_recordings = _bytes_of_recordings(audio_part, training)
+            of_tower, in_block, rows = of_tower + of_part, max(in_block, at_one_time), rows + of_recordings
         in_flight = micro_batches_in_flight(layout, rank, training.micro_batches)
         head = bytes_of_head(decoder, training.tokens, layout, item) if stage.has_head else 0.0
         returned = weights if sleeps and training.offload_model else 0.0
@@ -186,12 +201,29 @@ def plan_memory(
 def _bytes_of_images(vision_tower: VisionTower, training: Training) -> tuple[float, float, float]:
     """Return what a vision tower keeps for backward of a micro batch, what a block needs at one time, and its rows."""
     images, item = training.images, training.weight_bytes
-    trained = training.trains_vision_tower, training.trains_aligner
+    trained = training.trains_vision_tower and training.sees, training.trains_aligner and training.sees
     return (
         bytes_of_vision_tower(vision_tower, images.distinct, *trained, training.vision_tower_checkpointing, item),
         bytes_of_block(vision_tower, images.distinct, item),
         bytes_of_rows(vision_tower, images, not any(trained), item),
     )
+
+
+def _bytes_of_recordings(audio_part: AudioPart, training: Training) -> tuple[float, float, float]:
+    """Return the same for an audio part."""
+    heard, item = training.recordings, training.weight_bytes
+    trained = training.trains_vision_tower and training.hears, training.trains_aligner and training.hears
+    return (
+        bytes_of_audio_part(audio_part, heard.distinct, *trained, training.vision_tower_checkpointing, item),
+        bytes_at_one_time(audio_part, heard.distinct, item),
+        0.0 if any(trained) else float(heard.of_rollout * audio_part.rows * item),
+    )
+
+
+def _adapters(tensors: Sequence[Tensor], training: Training, stage: Stage, rank: int) -> Count:
+    """Count the parameters of adapters on a rank, also of parts that no row reaches."""
+    adapted = [tensor for tensor in tensors if training.adapts(tensor)]
+    return adapters(adapted, training.layout, stage, rank, training.lora_modules)
 
 
 def _trained(tensors: Sequence[Tensor], training: Training, stage: Stage, tied: bool) -> Count:
@@ -224,7 +256,6 @@ def with_budget(training: Training, packed: int) -> Training:
     """Return the same run with micro batches of this many tokens; the step has as many more as it takes."""
     share = packed / training.tokens.packed
     tokens = Tokens(packed, round(training.tokens.keys * share), round(training.tokens.trained * share))
-    shown = training.images
-    images = replace(shown, shown=round(shown.shown * share), distinct=round(shown.distinct * share))
+    images, recordings = training.images.scaled(share), training.recordings.scaled(share)
     micro_batches = max(1, round(training.micro_batches / share))
-    return replace(training, tokens=tokens, micro_batches=micro_batches, images=images)
+    return replace(training, tokens=tokens, micro_batches=micro_batches, images=images, recordings=recordings)

@@ -15,6 +15,8 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _ALIGNER = re.compile(r"(?:^|\.)(merger|(deepstack_)?merger_list|multi_modal_projector|mlp1|audio_tower\.proj[12]?)\.")
 # Matrices that every tensor-parallel rank has a copy of: routers, and the projections to a latent space.
 _COPIED = re.compile(r"\.(gate|shared_expert_gate|router|q_a_proj|kv_a_proj_with_mqa)\.weight$")
+# Matrices that Megatron multiplies together with others of the same input, whose adapter has one first matrix for all.
+_FUSED = re.compile(r"\.(k_proj|v_proj|up_proj)\.weight$")
 
 
 class Part(Enum):
@@ -51,6 +53,10 @@ class Tensor:
     @property
     def is_vision_tower(self) -> bool:
         return self.part is Part.VISION_TOWER
+
+    @property
+    def is_audio_part(self) -> bool:
+        return self.is_vision_tower and "audio_tower." in self.name
 
     @property
     def is_aligner(self) -> bool:
@@ -130,12 +136,15 @@ def adapters(tensors: Iterable[Tensor], layout: Layout, stage: Stage, rank: int,
         if names and not tensor.name.removesuffix(".weight").endswith(tuple(names)):
             continue
         is_linear = len(tensor.shape) == 2 and "embed" not in tensor.name
+        if tensor.is_audio_part and tensor.is_aligner and not names:
+            continue  # ms-swift looks for matrices in the parts of an aligner, and these are matrices themselves
         if tensor.is_vision_tower and stage.has_embedding and is_linear:
             total += Count(rank * sum(tensor.shape))
         if tensor.layer not in stage.layers or tensor.is_copied:
             continue
         *copies, rows, columns = tensor.shape
-        size = prod(copies) * rank * (rows + columns)
+        is_first = bool(names) or not _FUSED.search(tensor.name)
+        size = prod(copies) * rank * (rows + columns * is_first)
         if tensor.part is Part.EXPERTS:
             total += Count(experts=size / layout.expert_model_parallel_size)
         else:

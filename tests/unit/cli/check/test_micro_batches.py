@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from swift_megatron_grpo.cli.check.micro_batches import AnswerBatches, fullest, image_tokens_of
-from swift_megatron_grpo.cli.estimate.activations import ImageTokens, Tokens
+from swift_megatron_grpo.cli.check.micro_batches import AnswerBatches, fullest, media_tokens_of
+from swift_megatron_grpo.cli.estimate.activations import MediaTokens, Tokens
 from swift_megatron_grpo.packing.flops import FlopsModel
 from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count, plan_by_tokens
 from swift_megatron_grpo.settings.batches import BatchSizes, MicroBatches
@@ -22,18 +22,18 @@ PLAN = StepPlan([[[0, 1, 4], [2, 3]], [[5, 6], [7]]])
 
 
 def test_an_image_counts_once_per_rank_and_per_use_in_a_micro_batch() -> None:
-    assert image_tokens_of(PLAN, BATCH, TOKENS) == ImageTokens(shown=70, distinct=70, of_rollout=2 * 70)
+    assert media_tokens_of(PLAN, BATCH, TOKENS) == MediaTokens(shown=70, distinct=70, of_rollout=2 * 70)
     alone = replace(PLAN, assignment=[[[0, 1, 4], [2, 3]], [[5], [6, 7]]])
-    assert image_tokens_of(alone, BATCH, TOKENS) == ImageTokens(shown=80, distinct=40, of_rollout=2 * 70)
+    assert media_tokens_of(alone, BATCH, TOKENS) == MediaTokens(shown=80, distinct=40, of_rollout=2 * 70)
 
 
 def test_completions_that_share_a_prompt_show_its_image_once() -> None:
     plan = replace(PLAN, assignment=[[[0, 1, 4], [2, 3]], [[5], [6, 7]]], share_prompts=True)
-    assert image_tokens_of(plan, BATCH, TOKENS) == ImageTokens(shown=40, distinct=40, of_rollout=2 * 70)
+    assert media_tokens_of(plan, BATCH, TOKENS) == MediaTokens(shown=40, distinct=40, of_rollout=2 * 70)
 
 
 def test_prompts_without_images_need_nothing() -> None:
-    assert image_tokens_of(PLAN, BATCH, [0] * 8) == ImageTokens()
+    assert media_tokens_of(PLAN, BATCH, [0] * 8) == MediaTokens()
 
 
 PAIRS = StepPlan([[[0, 1], [2, 3]], [[4, 5], [6, 7]]])

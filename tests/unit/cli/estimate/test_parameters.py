@@ -83,6 +83,12 @@ def test_adapters_have_two_matrices_for_each_adapted_one() -> None:
     assert adapters(tensors, Layout(1), stage, 2, ("q_proj",)).total == LAYERS * 2 * (HIDDEN + HIDDEN)
 
 
+def test_matrices_that_megatron_fuses_share_the_first_matrix_of_an_adapter() -> None:
+    names = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"]
+    tensors, [stage] = tensors_of(dict.fromkeys(names, (FFN, HIDDEN))), stages_of(Layout(1), LAYERS)
+    assert adapters(tensors, Layout(1), stage, 2, ()).total == 2 * (HIDDEN + 3 * FFN)
+
+
 def test_every_tensor_has_its_part() -> None:
     parts = {tensor.name.split(".")[-2]: tensor.part for tensor in tensors_of(checkpoint(tower=True))}
     assert (

@@ -14,7 +14,7 @@ from swift_megatron_grpo.cli.check.model import vision_tower_of
 from swift_megatron_grpo.cli.estimate.activations import (
     PATCHES,
     Decoder,
-    ImageTokens,
+    MediaTokens,
     Recompute,
     Tokens,
     VisionTower,
@@ -108,7 +108,7 @@ def test_a_trained_tower_keeps_what_autograd_saves(kind: str, checkpointing: boo
 def test_a_frozen_tower_keeps_rows_and_nothing_else() -> None:
     qwen3, qwen2_5 = sizes_of("qwen3_vl"), sizes_of("qwen2_5_vl")
     assert bytes_of_vision_tower(qwen3, 256, False, False, True) == 0
-    images = ImageTokens(shown=800, distinct=100, of_rollout=1000)
+    images = MediaTokens(shown=800, distinct=100, of_rollout=1000)
     assert bytes_of_rows(qwen2_5, images, frozen=True) == 1000 * ROWS * 2
     # Qwen3-VL: rows for two layers more are kept, and added to these layers in every micro batch.
     assert bytes_of_rows(qwen3, images, frozen=True) == (1000 * 3 + 800 * 2) * ROWS * 2
@@ -125,7 +125,7 @@ TENSORS = tensors_of({
 })  # fmt: skip
 VISION_TOWER, ALIGNER = 768 * 256 + 2304 * 256, 1024 * 1024
 TRAINING = Training(Layout(2, pipeline_model_parallel_size=2), Tokens(4096, 4096, 1024), micro_batches=2,
-                    images=ImageTokens(shown=2048, distinct=512, of_rollout=4096))  # fmt: skip
+                    images=MediaTokens(shown=2048, distinct=512, of_rollout=4096))  # fmt: skip
 
 
 def test_parts_of_the_image_part_have_gradients_if_they_are_trained() -> None:
@@ -166,7 +166,7 @@ def test_only_the_first_stage_has_rows_and_activations_of_images() -> None:
 def test_a_tower_alone_can_need_most_if_layers_keep_little() -> None:
     tower, full = sizes_of("qwen3_vl"), Recompute("full", "uniform", 1)
     training = replace(TRAINING, layout=Layout(1), recompute=full, tokens=Tokens(4096, 4096, 16),
-                       images=ImageTokens(4000, 4000, 4000))  # fmt: skip
+                       images=MediaTokens(4000, 4000, 4000))  # fmt: skip
     [rank] = plan_memory(TENSORS, DECODER, training, None, 1e12, tower)
     [without] = plan_memory(TENSORS, DECODER, training, None, 1e12)
     assert rank.in_backward > without.in_backward
@@ -175,7 +175,7 @@ def test_a_tower_alone_can_need_most_if_layers_keep_little() -> None:
 
 def test_a_smaller_budget_shows_fewer_images_at_one_time() -> None:
     images = with_budget(TRAINING, 1024).images
-    assert images == ImageTokens(shown=512, distinct=128, of_rollout=4096)
+    assert images == MediaTokens(shown=512, distinct=128, of_rollout=4096)
 
 
 def test_positions_of_three_axes_and_norms_of_heads_are_kept() -> None:
