@@ -6,6 +6,7 @@ import base64
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,20 +98,84 @@ def test_recordings_are_heard_alike_and_a_lost_one_is_detected(folder: Path, omn
     assert hf_difference(run.last_checkpoint)["max"] < 1e-5
 
 
-def test_later_turns_of_a_conversation_hear_and_see_the_media_of_its_row(folder: Path, omni: Path) -> None:
-    """The scheduler adds an image in the second turn. A sampled placeholder ends a conversation."""
-    dataset, dump = make_dataset(folder / "turned", [0, 1], [1, 2], [1]), folder / "turns"
-    shown = str(folder / "turned" / "1-0.png")
-    flags = [*FLAGS, *COLOURS, str(PLUGINS / "showing.py"), "--multi_turn_scheduler", "showing", "--max_turns", "3",
-             "--rollout_dump", str(dump), "--vllm_limit_mm_per_prompt",
-             '{"image": 2, "video": 1, "audio": 2}']  # fmt: skip
-    run = megatron_rlhf(omni, dataset, folder / "turns-run", 1, flags, {"SHOWN": shown}, rewards=False)
+LIMITS = ["--vllm_limit_mm_per_prompt", '{"image": 2, "video": 1, "audio": 2}']
+TURNS = [str(PLUGINS / "showing.py"), "--multi_turn_scheduler", "showing", "--max_turns", "3"]
+
+
+@pytest.fixture(scope="module")
+def turned(folder: Path) -> Path:
+    return make_dataset(folder / "turned", [0, 1], [1, 2], [1])
+
+
+@pytest.fixture(scope="module")
+def conversations(folder: Path, omni: Path, turned: Path) -> list[dict[str, Any]]:
+    """Return the conversations of a colocated run, whose scheduler adds an image in the second turn."""
+    shown, dump = str(turned.parent / "1-0.png"), folder / "turns"
+    flags = [*FLAGS, *COLOURS, *TURNS, *LIMITS, "--rollout_dump", str(dump)]
+    run = megatron_rlhf(omni, turned, folder / "turns-run", 1, flags, {"SHOWN": shown}, rewards=False)
     check(run, omni, ("thinker.audio_tower.", "thinker.visual."))
-    rows = [row for file in dump.glob("rollout-*.jsonl") for row in read_json_lines(file)]
-    longest = [row["prompt_ids"] for row in rows if row["infos"]["num_turns"] == 3]
+    return dumped(dump)
+
+
+def dumped(dump: Path) -> list[dict[str, Any]]:
+    return [row for file in sorted(dump.glob("rollout-*.jsonl")) for row in read_json_lines(file)]
+
+
+def test_later_turns_of_a_conversation_hear_and_see_the_media_of_its_row(
+    omni: Path, conversations: list[dict[str, Any]]
+) -> None:
+    """A sampled placeholder ends a conversation."""
+    longest = [row["prompt_ids"] for row in conversations if row["infos"]["num_turns"] == 3]
     thinker = json.loads((omni / "config.json").read_text())["thinker_config"]
     for kind in ("audio", "video"):
         assert any(thinker[f"{kind}_token_id"] in prompt for prompt in longest)
+
+
+@pytest.mark.nightly
+def test_conversations_on_a_server_are_those_of_a_colocated_run(
+    folder: Path, omni: Path, turned: Path, conversations: list[dict[str, Any]]
+) -> None:
+    """Its engine hears and sees the media of the row in every turn, and the image that its scheduler adds."""
+    shown, dump = str(turned.parent / "1-0.png"), folder / "remote-turns"
+    started = ["--external_plugins", *TURNS, *LIMITS, "--max_length", "256"]
+    server = RolloutServer(omni, folder / "turns-server.txt", started, {"SHOWN": shown}).start()
+    try:
+        flags = [*FLAGS, *COLOURS, "--rollout_dump", str(dump), "--vllm_mode", "server",
+                 "--vllm_server_pass_dataset", "true", "--vllm_server_base_url", server.wait().url]  # fmt: skip
+        run = megatron_rlhf(omni, turned, folder / "remote-run", 1, flags, {API_KEY_VARIABLE: KEY}, rewards=False)
+    finally:
+        server.stop()
+    check(run, omni, ("thinker.audio_tower.", "thinker.visual."))
+    tokens = ("prompt_ids", "completion_ids")
+    remote = dumped(dump)
+    assert [[row[name] for name in tokens] for row in remote] == [
+        [row[name] for name in tokens] for row in conversations
+    ]
+    for row, expected in zip(remote, conversations, strict=True):
+        assert row["logprobs"] == pytest.approx(expected["logprobs"], abs=1e-5)
+        assert row["infos"]["num_turns"] == expected["infos"]["num_turns"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("served", [False, True], ids=["colocated", "served"])
+def test_a_scheduler_that_adds_a_recording_is_refused(folder: Path, omni: Path, turned: Path, served: bool) -> None:
+    played = {"SHOWN": str(turned.parent / "1-0.png"), "PLAYED": str(turned.parent / "0-0.wav")}
+    flags = [*FLAGS, *COLOURS]
+    server = RolloutServer(
+        omni, folder / "playing.txt", ["--external_plugins", *TURNS, *LIMITS, "--max_length", "256"], played
+    )
+    try:
+        if served:
+            flags += ["--vllm_mode", "server", "--vllm_server_pass_dataset", "true", "--vllm_server_base_url",
+                      server.start().wait().url]  # fmt: skip
+            played[API_KEY_VARIABLE] = KEY
+        else:
+            flags += [*TURNS, *LIMITS]
+        run = megatron_rlhf(omni, turned, folder / f"playing-{served}", 1, flags, played, rewards=False)
+    finally:
+        if served:
+            server.stop()
+    assert run.code != 0 and "it can add images alone" in run.output, run.output[-4000:]
 
 
 @pytest.mark.nightly

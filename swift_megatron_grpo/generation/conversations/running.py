@@ -42,12 +42,15 @@ class NoRoom(Exception):
 
 
 class TurnRecorder:
-    def __init__(self, sampling: RequestConfig, tokens_of_all_turns: int | None) -> None:
+    """Generates the turns of a conversation. `of_row`: the recordings and videos that a turn may have."""
+
+    def __init__(self, sampling: RequestConfig, tokens_of_all_turns: int | None, of_row: Sequence[Any] = ()) -> None:
         self.recorded: list[Turn] = []
         self.tokens_of_all_turns = tokens_of_all_turns
         self.continues = False  # the last turn continued the assistant message of the turn before
         self.spans: list[Span] | None = None  # of the last turn, from the engine
         self._seed, self._logprobs = sampling.seed, sampling.logprobs
+        self._of_row = list(of_row)
         self._requested = 0
         self._ended = False
 
@@ -65,6 +68,11 @@ class TurnRecorder:
         """
         if self._ended:
             raise RuntimeError("the scheduler requested another turn of a conversation that has no room left")
+        if any(medium not in self._of_row for medium in recordings_and_videos(request)):
+            raise InvalidRequest(
+                "the scheduler added a recording or a video to a conversation; it can add images alone, and has to "
+                "return all of them as rollout_infos['images']"
+            )
         self._requested += 1
         config = replace(
             config, seed=turn_seed(self._seed, self._requested), return_details=True, logprobs=self._logprobs
@@ -91,6 +99,10 @@ class TurnRecorder:
         return response
 
 
+def recordings_and_videos(request: RolloutInferRequest) -> list[Any]:
+    return [*request.audios, *request.videos]
+
+
 current: ContextVar[TurnRecorder | None] = ContextVar("current", default=None)  # of the conversation that runs
 
 
@@ -115,7 +127,7 @@ class Conversations:
         task = asyncio.current_task()
         assert task is not None
         self._running[uuid] = task
-        turns = TurnRecorder(sampling, tokens_of_all_turns)
+        turns = TurnRecorder(sampling, tokens_of_all_turns, recordings_and_videos(request))
         current.set(turns)  # for this task, and for tasks that the scheduler creates in it
         try:
             outputs = _checked(await self._scheduler.run(request, sampling), turns.recorded)

@@ -1,6 +1,6 @@
 """An external plugin: a scheduler that shows a second image in its second turn, and asks once more in a third one.
 
-The images that it reports are those of the whole conversation, in order.
+The images that it reports are those of the whole conversation, in order. With PLAYED, it adds a recording as well.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ class Showing(MultiTurnScheduler):
         if current_turn == 1:
             infer_request.images = [*infer_request.images, os.environ["SHOWN"]]
             question = "<image>And this one?"
+            if "PLAYED" in os.environ:
+                infer_request.audios = [*infer_request.audios, os.environ["PLAYED"]]
+                question += "<audio>"
         infer_request.messages.append({"role": "user", "content": question})
         return {"infer_request": infer_request, "rollout_infos": {"images": list(infer_request.images)}}
 

@@ -164,6 +164,24 @@ def turn(recorder: TurnRecorder, error: Exception) -> Any:
     return asyncio.run(recorder.generate(request(), RequestConfig(), infer, frozenset()))
 
 
+@pytest.mark.parametrize("column", ["audios", "videos"])
+def test_a_scheduler_that_adds_other_media_than_images_is_refused(column: str) -> None:
+    """The trainer learns of added images alone, from rollout_infos."""
+    recorder = TurnRecorder(RequestConfig(), None, ["of the row"])
+
+    async def generate(**media: list[str]) -> None:
+        async def infer(config: RequestConfig) -> Any:
+            raise NoRoom
+
+        await recorder.generate(RolloutInferRequest(**REQUEST, **media), RequestConfig(), infer, frozenset())
+
+    for kept in (["of the row"], []):
+        with pytest.raises(InvalidRequest, match="no room"):  # it reaches the engine
+            asyncio.run(generate(**{column: kept}, images=["another"]))
+    with pytest.raises(InvalidRequest, match="it can add images alone"):
+        asyncio.run(generate(**{column: ["of the row", "another"]}))
+
+
 @pytest.mark.parametrize(
     ("error", "flag"), [(NoRoom(), "--vllm_max_model_len"), (MaxLengthError("row(9) is larger"), "--max_length")]
 )
