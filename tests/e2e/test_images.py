@@ -269,21 +269,6 @@ def test_images_of_an_omni_model_are_generated_by_a_server(folder: Path, colours
     check_omni(run, omni)
 
 
-@pytest.mark.slow
-def test_the_model_learns_what_only_an_image_shows(folder: Path, qwen2_5_vl: Path) -> None:
-    """A policy that does not see earns at most the share of the most frequent colour."""
-    dataset = make_dataset(folder / "learned-colours", 24, [1])
-    answers = [row["colour"] for row in read_json_lines(dataset)]
-    blind = max(answers.count(colour) for colour in answers) / len(answers)
-    flags = [*SMALL, *EVERYTHING, "--train_iters", "40", "--save_steps", "40", "--lr", "1e-3", "--vit_lr", "2e-3",
-             "--aligner_lr", "2e-3", "--lr_decay_style", "constant", "--num_generations", "16", "--global_batch_size",
-             "128", "--micro_batch_size", "128", "--max_completion_length", "1", "--entropy_coef", "0.02"]  # fmt: skip
-    run = megatron_rlhf(qwen2_5_vl, dataset, folder / "learned", 1, flags, rewards=False)
-    assert run.code == 0, run.output[-4000:]
-    rewards = [step["reward"] for step in run.log][-10:]
-    assert sum(rewards) / len(rewards) > blind + 0.15, (blind, rewards)
-
-
 @pytest.mark.nightly
 def test_an_adapter_in_the_tower_is_merged_and_faults_are_detected(folder: Path, colours: Path) -> None:
     """Qwen3-VL, tensor parallel with sequence parallelism: rows of the vision tower reach several layers."""
