@@ -25,6 +25,7 @@ from swift_megatron_grpo.generation.interface import (
     Request,
     Share,
 )
+from swift_megatron_grpo.generation.local import engine as local_engine
 from swift_megatron_grpo.generation.local.engine import LocalVllm
 from swift_megatron_grpo.loop import step as loop
 from swift_megatron_grpo.loop.step_context import PhaseTimer
@@ -69,11 +70,18 @@ def install(clock: Clock, job: Job, tokens: list[tuple[int, int]], canned: Any) 
     setattr(MegatronGRPOTrainer, "save_checkpoint", do_nothing)  # noqa: B010  # mypy rejects a plain assignment
     _follow_timer(clock, PHASE_OF_TIMER_WITH_SERVER if job.served else PHASE_OF_TIMER)
     clock.time_method(LocalVllm, "load_weights", "weight_sync")
+    if any(len(set(group)) > 1 for group in job.completion_tokens):
+        request_one_by_one()
     _count_tokens(clock, tokens)
     return MegatronGRPOTrainer
 
 
 def do_nothing(*_: Any) -> None: ...
+
+
+def request_one_by_one() -> None:
+    """Let vLLM receive each completion by itself: those of a prompt, as one request, would have one length."""
+    vars(local_engine)["_batches"] = lambda requests, is_greedy: [[request] for request in requests]
 
 
 def generation_method() -> tuple[type, str, Callable[[Request], str]]:

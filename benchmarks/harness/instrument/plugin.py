@@ -64,7 +64,7 @@ def force_lengths(engine: Any, owner: Any, method: str, content_of: Callable[[An
     def generate_lengths(self: Any, *args: Any, **kwargs: Any) -> Any:
         requests = [*args, *kwargs.values()][0]
         rows = [row_of(content_of(request)) for request in requests]
-        pending.extend(JOB.completion_tokens[row][place] for row, place in places(rows))
+        pending[:] = [JOB.completion_tokens[row][place] for row, place in places(rows)]
         with CLOCK.phase("generation"):
             return generate(self, *args, **kwargs)
 
