@@ -26,8 +26,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,8 @@ class Job:
     result: Path  # JSON
     limit: float  # seconds
     is_timed: bool = False  # has the GPU for itself, and saves nothing
+    flags: tuple[str, ...] = ()  # that override those of the settings
+    environment: Mapping[str, str] = field(default_factory=dict)  # in addition to that of all programs
 
 
 def try_candidate(args: argparse.Namespace) -> int:
@@ -139,9 +141,9 @@ def train(job: Job) -> int:
     job.output.mkdir(parents=True)
     paths = Paths(job.model, job.data / "train.jsonl", job.output)
     flags = command_of(job.arm, job.settings, paths, job.seed, 1 if job.is_timed else MICRO_BATCHES)
-    command = [*program_of(job.arm, paths), *flags]
+    command = [*program_of(job.arm, paths), *flags, *job.flags]
     began = time.monotonic()
-    code = finish(command, job.arm, job.output.with_suffix(".txt"), job.limit)
+    code = finish(command, job.arm, job.output.with_suffix(".txt"), job.limit, job.environment)
     seconds = round(time.monotonic() - began, 1)
     device, versions = machine(revision(), (*PACKAGES, *PACKAGES_OF_PEERS))
     series = read_steps(job.arm, job.output, job.settings.save_every)
@@ -191,11 +193,11 @@ def program_of(arm: str, paths: Paths) -> list[str]:
     return [*program(), "rlhf"]
 
 
-def finish(command: Sequence[str], arm: str, console: Path, limit: float) -> int | None:
-    """Run a trainer and return its exit code, or None if it was ended at the limit."""
+def finish(command: Sequence[str], arm: str, console: Path, limit: float, changed: Mapping[str, str]) -> int | None:
+    """Run a trainer and return its exit code, or None if it was ended at the limit. `changed`: of its environment."""
     import torch
 
-    environment = environment_of_programs()
+    environment = {**environment_of_programs(), **changed}
     environment["SWIFT_MEGATRON_GRPO"] = switch_of(arm, torch.cuda.is_available())
     if arm in ("ours", "stock"):
         environment[ALLOCATOR] = allocator()

@@ -11,8 +11,9 @@ from __future__ import annotations
 import heapq
 import random
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from benchmarks.harness.lengths import Lengths
 from benchmarks.harness.markdown import lines_of
@@ -227,6 +228,7 @@ class Tail:
     busy: float  # share of the slots in that time
 
 
+@cache
 def tail_of(case: Case) -> Tail:
     server = Server(case.slots, case.decode)
     server.start(0, Lengths(case.lengths).draw(case.prompts * case.completions, random.Random(0)))
@@ -239,8 +241,11 @@ def tail_of(case: Case) -> Tail:
     return Tail(server.seconds, seconds, (server.used - used) / seconds / case.slots)
 
 
-def table() -> str:
-    """Return the seconds of a step as Markdown, for both models of a server and three times of training."""
+def table(without: Collection[str] = ()) -> str:
+    """Return the seconds of a step as Markdown, for both models of a server and three times of training.
+
+    `without`: settings that are left out.
+    """
     cases = {f"0, `--steps_per_generation {steps}`": Case(max_staleness=0, steps=steps) for steps in (1, 2, 4)}
     cases |= {f"`--max_staleness {number}`": Case(max_staleness=number) for number in (1, 2, 3)}
     cases |= {f"{number}, in flight": Case(max_staleness=number, in_flight=True) for number in (1, 2, 3)}
@@ -253,17 +258,19 @@ def table() -> str:
     cases["the same, next to the following rollout"] = Case(uniform=0.25, draws_alone=False)
     heads = ["settings", "staleness: mean, maximum"]
     heads += [f"{name}, {share:g}" for name in ("growing", "flat") for share in TRAINING]
-    lines = [heads]
-    alone = {decode: tail_of(Case(decode=decode)).seconds for decode in (GROWING, FLAT)}
-    for name, case in cases.items():
-        results = [
-            Run(replace(case, decode=decode, train_seconds=share * seconds)).result()
-            for decode, seconds in alone.items()
-            for share in TRAINING
-        ]
-        staleness = f"{results[0].staleness:.2f}, {results[0].most_stale}"
-        lines.append([name, staleness, *(f"{result.seconds:.1f}" for result in results)])
-    return lines_of(lines)
+    return lines_of([heads, *([name, *cells(case)] for name, case in cases.items() if name not in without)])
+
+
+@cache
+def cells(case: Case) -> tuple[str, ...]:
+    """Return staleness, and the seconds of a step for each model of a server and time of training."""
+    results = [
+        Run(replace(case, decode=decode, train_seconds=share * tail_of(Case(decode=decode)).seconds)).result()
+        for decode in (GROWING, FLAT)
+        for share in TRAINING
+    ]
+    staleness = f"{results[0].staleness:.2f}, {results[0].most_stale}"
+    return staleness, *(f"{result.seconds:.1f}" for result in results)
 
 
 def main() -> None:

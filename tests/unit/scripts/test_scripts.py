@@ -275,6 +275,7 @@ def test_the_judge_of_the_template_asks_and_reads_the_last_grade() -> None:
         "templates/qwen3_5_moe_server.sh",
         "templates/recipe.sh",
         "benchmarks/recipes_chain.sh",
+        "benchmarks/waits_chain.sh",
     ],
 )
 def test_shell_scripts_are_executable_strict_and_parse(path: str) -> None:
