@@ -7,7 +7,7 @@ from swift_megatron_grpo.data.image_reader import ImageReader
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.data.teacher_prompts import TeacherPrompts
 from swift_megatron_grpo.generation.interface import GenerationEngine
-from swift_megatron_grpo.generation.vllm.drafts import GroupDrafts
+from swift_megatron_grpo.generation.vllm.second_runner import Drafts
 from swift_megatron_grpo.grading.rewards import RewardFunctions
 from swift_megatron_grpo.loop.bodies import Bodies
 from swift_megatron_grpo.loop.checks.experts import RouterAgreement
@@ -33,7 +33,7 @@ class Stages:
     spare_prompts: PromptSource  # for --dynamic_sample, in another order
     image_reader: ImageReader | None  # None: the prompts are text
     generation: GenerationEngine | None  # None: completions are replayed
-    drafts: GroupDrafts | None  # of the engine; None: it verifies none
+    drafts: Drafts | None  # of the engine; None: it verifies none
     rewards: RewardFunctions
     training: MegatronEngine
     reference: Reference | None

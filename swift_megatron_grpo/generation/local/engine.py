@@ -33,7 +33,8 @@ from swift_megatron_grpo.generation.requests import infer_request, request_confi
 from swift_megatron_grpo.generation.vllm import fast_logprobs, fast_outputs, images, position_noise
 from swift_megatron_grpo.generation.vllm import sampling as vllm_sampling
 from swift_megatron_grpo.generation.vllm.adapter import DiscardedTables, load_adapter, without_adapter
-from swift_megatron_grpo.generation.vllm.drafts import GroupDrafts
+from swift_megatron_grpo.generation.vllm.device_drafts import METHOD
+from swift_megatron_grpo.generation.vllm.second_runner import Drafts, draft_in_second_runner
 from swift_megatron_grpo.runtime.stopping.request import RunStopped, StopRequest
 from swift_megatron_grpo.settings.config import SamplingConfig, VllmConfig
 from swift_megatron_grpo.types import Rollout, ScoredText
@@ -266,6 +267,7 @@ def _share_of_gpu(share: float) -> int:
 def _build(config: VllmConfig, template: Template, sleep_mode: bool, seed: int) -> GRPOVllmEngine:
     fast_logprobs.speed_up_logprobs()
     position_noise.sample_by_position()
+    draft_in_second_runner()
     keep_memory_cache()
     template = copy(template)
     template.padding_free = False
@@ -282,10 +284,11 @@ def _build(config: VllmConfig, template: Template, sleep_mode: bool, seed: int) 
     return engine
 
 
-def _drafts_of(engine: GRPOVllmEngine) -> GroupDrafts:
+def _drafts_of(engine: GRPOVllmEngine) -> Drafts:
     """Return what vLLM has built by the name in its settings; it takes part in the steps of this rank's worker."""
     runner = engine.inner_model_executor.driver_worker.worker.model_runner
-    drafts: GroupDrafts = runner.drafter
+    on_device = engine.engine.vllm_config.speculative_config.method == METHOD
+    drafts: Drafts = runner.speculator if on_device else runner.drafter
     drafts.follow(runner)
     return drafts
 

@@ -11,8 +11,8 @@ import torch
 from pydantic import ValidationError
 from vllm.engine.arg_utils import EngineArgs
 
-from swift_megatron_grpo.generation.vllm import drafts
 from swift_megatron_grpo.generation.vllm.images import knows_times_of_frames
+from swift_megatron_grpo.generation.vllm.second_runner import draft_settings
 from swift_megatron_grpo.settings.config import VllmConfig
 from swift_megatron_grpo.weights.load import quantization
 
@@ -100,7 +100,8 @@ def further_settings(config: VllmConfig) -> dict[str, Any]:
     """Return the settings of this run that only vLLM has, which ms-swift's engine passes on."""
     reports = {"enable_return_routed_experts": True} if config.returns_experts else {}
     quantized = quantization.engine_settings(config.rollout_quantization)
-    return {"hf_overrides": dict(config.hf_overrides), **reports, **quantized, **drafts.engine_settings(config.drafts)}
+    drafts = draft_settings(config.drafts, config.vllm_max_num_seqs)
+    return {"hf_overrides": dict(config.hf_overrides), **reports, **quantized, **drafts}
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -8,6 +8,10 @@
     position_noise.py  samples seeded requests with noise of their seed and position
     verification.py   accepts a draft where it is the sample of its position
     drafts.py         drafts for running requests, and the completions of earlier rollouts
+    second_runner.py  drafts in vLLM's second model runner: installs what follows, chooses between both runners
+    device_drafts.py  the same drafts on the device, from vLLM's own rows and from completions that have ended
+    draft_kernel.py   their Triton kernels
+    kept_texts.py     completions that have ended, in a ring on the device
     texts.py          texts that share a prompt, and the draft of their longest match
     fast_schedule.py  vLLM's schedule of a step in which every running request gets one token
     fast_outputs.py   appends the tokens of a step to their requests, and passes them on in batches; installs both

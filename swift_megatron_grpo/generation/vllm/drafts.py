@@ -43,8 +43,6 @@ class DraftCounts:
 
 def engine_settings(most: int) -> dict[str, Any]:
     """Return vLLM's settings of an engine that verifies up to `most` drafts of a request in a step."""
-    if not most:
-        return {}
     name = f"{GroupDrafts.__module__}.{GroupDrafts.__name__}"
     return {"speculative_config": {"method": "custom_class", "model": name, "num_speculative_tokens": most}}
 
@@ -58,7 +56,7 @@ class History:
         self._completions: dict[bytes, deque[array[int]]] = {}  # by prompt; the one completed last is last
 
     def remember(self, prompt: Sequence[int], completion: Sequence[int]) -> None:
-        key = _key(prompt)
+        key = key_of_prompt(prompt)
         kept = self._completions.pop(key, None)
         if kept is None:
             kept = deque()
@@ -73,10 +71,10 @@ class History:
             self.bytes -= len(oldest) + _OBJECT_BYTES + sum(map(_size, self._completions.pop(oldest)))
 
     def of(self, prompt: Sequence[int]) -> Iterable[array[int]]:
-        return self._completions.get(_key(prompt), ())
+        return self._completions.get(key_of_prompt(prompt), ())
 
 
-def _key(prompt: Sequence[int]) -> bytes:
+def key_of_prompt(prompt: Sequence[int]) -> bytes:
     return array("i", prompt).tobytes()
 
 
@@ -164,7 +162,7 @@ class GroupDrafts:
         return found
 
     def _texts_of(self, prompt: Sequence[int]) -> Texts:
-        key = _key(prompt)
+        key = key_of_prompt(prompt)
         if key not in self._texts:
             self._texts[key] = texts = Texts(prompt)
             for completion in self._history.of(prompt):

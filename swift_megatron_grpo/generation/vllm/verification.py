@@ -48,6 +48,24 @@ def accepted(
     return torch.where(reached & (is_drafted | is_bonus), tokens, NO_TOKEN).to(torch.int32)
 
 
+def accepted_rows(
+    samples: torch.Tensor, inputs: torch.Tensor, ends: torch.Tensor, most: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens of a step, [requests, most + 1], and how many of them each request has got.
+
+    The same without waiting for the device, from rows as vLLM's second model runner has them. A request has one row
+    more than drafts, and its rows are neighbours. `samples`: what each row samples. `inputs`: the token before each, so
+    all but a request's first one are drafts. `ends`: [requests + 1], where the rows of each request begin and end.
+    """
+    begins = ends[:-1].to(torch.int64)
+    columns = torch.arange(most + 1, device=samples.device)
+    rows = (begins[:, None] + columns).clamp(max=len(samples) - 1)
+    tokens = samples[rows]
+    is_drafted = columns[1:] < (ends[1:] - ends[:-1])[:, None]
+    agrees = is_drafted & (inputs[rows][:, 1:] == tokens[:, :-1])
+    return tokens, (1 + agrees.cumprod(1).sum(1)).to(torch.int32)
+
+
 def _sent(values: np.ndarray, device: torch.device) -> torch.Tensor:
     here = torch.from_numpy(values.astype(np.int64))
     return (here.pin_memory() if device.type == "cuda" else here).to(device, non_blocking=True)
