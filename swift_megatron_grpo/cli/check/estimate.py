@@ -114,14 +114,7 @@ def estimate(
     answered = answers.of_step if answers is not None else []
     work = work_of([*usual, *answered], model.flops)
     usual_plan, _ = micro_batches(config.batch, config.micro_batches, model, usual)
-    has_teacher = config.teacher.exists
-    several_steps = config.num_iterations > 1 or config.batch.steps_per_generation > 1
-    old = has_teacher or (several_steps and config.loss.correction.old_logprobs == "policy")
-    passes = PassCounts(
-        trains_adapters=args.has_adapter,
-        recomputes=run.training.recompute.granularity == "full",
-        forward_only=old + (config.reference.beta != 0) + (has_teacher and not config.teacher.is_served),
-    )
+    passes = _passes(config, args.has_adapter, recomputes=run.training.recompute.granularity == "full")
     layout, item = config.batch.layout, args.torch_dtype.itemsize
     several = usual_plan.num_micro_batches + (answers.number if answers is not None else 0)
     seconds = seconds_of_training(work, gpu, model.decoder, layout, several, passes, item)
@@ -150,6 +143,14 @@ def estimate(
         if engine is None or not engine_fits or config.batch.steps_per_generation > 1
         else _generation_seconds(args, config, model, gpu, usual, engine, rollouts=2),
     )
+
+
+def _passes(config: GRPOConfig, trains_adapters: bool, recomputes: bool) -> PassCounts:
+    has_teacher = config.teacher.exists
+    several_steps = config.num_iterations > 1 or config.batch.steps_per_generation > 1
+    old = has_teacher or (several_steps and config.loss.correction.old_logprobs == "policy")
+    forward_only = old + (config.reference.beta != 0) + (has_teacher and not config.teacher.is_served)
+    return PassCounts(trains_adapters, recomputes, forward_only)
 
 
 def _answers(args: GRPOArguments, config: GRPOConfig, given: Sequence[Sample]) -> AnswerBatches:

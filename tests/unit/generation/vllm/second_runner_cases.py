@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from swift_megatron_grpo.generation.vllm import device_drafts
 from swift_megatron_grpo.generation.vllm.device_drafts import DeviceDrafts
 
 CPU = torch.device("cpu")
@@ -123,6 +124,7 @@ class Engine:
 
 def main() -> None:
     use_interpreter()
+    device_drafts.SOURCES = 6  # the interpreter takes milliseconds for each
     seeds = [11, 12, 13, 14, 15]
     plain, drafted = Engine(drafts=False), Engine(drafts=True)
     expected = plain.generate(seeds)
