@@ -166,6 +166,7 @@ def test_a_server_gets_the_towers_if_it_holds_them(folder: Path, dataset: Path, 
         pytest.param("internvl", "", marks=pytest.mark.nightly),
         pytest.param("qwen2_5_omni", "", marks=pytest.mark.nightly),
         pytest.param("minicpmv4_6", "", marks=pytest.mark.nightly),
+        pytest.param("minicpmv4_6", "--language_model_only", marks=pytest.mark.nightly),
         pytest.param("qwen3_omni_moe", "--language_model_only", marks=pytest.mark.nightly),
     ],
 )
