@@ -255,8 +255,8 @@ _CODE_IN_CHECKPOINT = "its code is part of the checkpoint (trust_remote_code), s
 _PADDED = "ms-swift 4.6 trains it with padding only"
 _GEMMA4 = f"mcore-bridge 1.6.5 reads global_head_dim, which transformers 5.19 has no longer, and {_PADDED}"
 _SPARSE = (
-    "megatron-core below 0.19 has no sparse attention (DSA) of packed sequences; that of 0.19.2, which this package "
-    "does not allow yet, needs fast_hadamard_transform, and with it a GPU, where no test has compared it"
+    "megatron-core below 0.19 has no sparse attention (DSA) of packed sequences; with 0.19.2, which this package does "
+    "not allow yet, mcore-bridge 1.6.5 needs fast_hadamard_transform, and with it a GPU, where no test has compared it"
 )
 # Text types that mcore-bridge 1.6.5 converts, and the reason why this trainer refuses them.
 REFUSED_TEXT: Mapping[str, str] = {
