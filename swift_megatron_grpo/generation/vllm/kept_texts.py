@@ -12,7 +12,7 @@ TEXTS = 2**14
 
 
 class KeptTexts:
-    """Texts by number. What is dropped is no draft any more: `forget` gets its number before another text has it."""
+    """Texts by number. `forget` gets the number of a text that makes room, before another text has the number."""
 
     def __init__(
         self, device: torch.device, forget: Callable[[int], None], tokens: int = TOKENS, texts: int = TEXTS
