@@ -21,7 +21,6 @@ from swift_megatron_grpo.generation.interface import (
     AnsweredRequest,
     BatchGeneration,
     Generation,
-    GenerationEngine,
     Request,
     Share,
 )
@@ -63,10 +62,11 @@ def install(clock: Clock, job: Job, tokens: list[tuple[int, int]], canned: Any) 
     """Install the timers and return the trainer's class."""
     if job.canned:
 
-        def make_engine(config: VllmConfig, template: Template, stop: StopRequest) -> GenerationEngine:
-            return Canned(template, canned)
+        class Engine(Canned):
+            def __init__(self, config: VllmConfig, template: Template, stop: StopRequest) -> None:
+                super().__init__(template, canned)
 
-        vars(swift_megatron_grpo.loop.assemble)["LocalVllm"] = make_engine
+        vars(swift_megatron_grpo.loop.assemble)["LocalVllm"] = Engine
     setattr(MegatronGRPOTrainer, "save_checkpoint", do_nothing)  # noqa: B010  # mypy rejects a plain assignment
     _follow_timer(clock, PHASE_OF_TIMER_WITH_SERVER if job.served else PHASE_OF_TIMER)
     clock.time_method(LocalVllm, "load_weights", "weight_sync")
@@ -104,6 +104,7 @@ class Canned:
     """GenerationEngine that returns prepared completions. All ranks make all of them; the first rank returns them."""
 
     memory_to_wake = 0
+    drafts = None
     is_new = False
     lacks_base = False
     held_media = frozenset[str]()
