@@ -106,7 +106,9 @@ class Rollouts:
         """Let every engine draft from these completions from now on, whichever has generated them."""
         if self._stages.drafts is not None:
             self._stages.drafts.remember(
-                (completion.prompt_ids, completion.completion_ids) for completion, _ in graded.values()
+                (sequence.prompt_ids, sequence.completion_ids)
+                for completion, _ in graded.values()
+                for sequence in completion.sequences
             )
 
     def _take_draft_counts(self) -> dict[str, float]:

@@ -32,10 +32,8 @@ class Speculation(Flags):
     )
     seed_completions: bool
     vllm_mode: str | None
-    vllm_enable_lora: bool
     rollout_quantization: Quantization
     rollout_replay: str | None
-    multi_turn_scheduler: str | None
     structured_outputs_regex: str | None
     min_p: float
 
@@ -61,20 +59,10 @@ class Speculation(Flags):
             )
         if self.vllm_mode == "server":
             yield f"{_THIS}: rollout servers have no drafts yet; use --vllm_mode colocate, {_INSTEAD}"
-        if self.vllm_enable_lora:
-            yield (
-                f"{_THIS}: drafts beside an adapter in vLLM are not tested yet; use --vllm_enable_lora false, which "
-                f"merges it, {_INSTEAD}"
-            )
         if self.rollout_quantization != "none":
             yield (
                 f"{_THIS}: no test compares drafted completions of quantized weights yet; use --rollout_quantization "
                 f"none, {_INSTEAD}"
-            )
-        if self.multi_turn_scheduler is not None:
-            yield (
-                f"{_THIS}: conversations (--multi_turn_scheduler {self.multi_turn_scheduler}) are not drafted for yet; "
-                "use --speculative_rollouts off"
             )
         if self.structured_outputs_regex is not None:
             yield (

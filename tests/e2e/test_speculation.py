@@ -13,7 +13,7 @@ from swift_megatron_grpo.cli.simulate_drafts.dump import read_dump
 from swift_megatron_grpo.cli.simulate_drafts.replay import replay
 from tests.contract.test_released_models import get_model
 from tests.forking.client import run_code
-from tests.support.runs import make_dataset, megatron_rlhf, read_json_lines
+from tests.support.runs import PLUGINS, REWARDS, make_dataset, megatron_rlhf, read_json_lines
 
 QUESTIONS = [
     "Explain why the sky is blue to a ten year old.",
@@ -47,6 +47,12 @@ def assert_equal(without: Any, drafted: Any, bound: float = EXACT) -> None:
     for (expected, logprobs), (found, others) in zip(without["results"], drafted["results"], strict=True):
         assert found == expected
         assert max(abs(a - b) for a, b in zip(logprobs, others, strict=True)) < bound
+
+
+def assert_equal_runs(plain: Any, drafted: Any) -> None:
+    for (expected, logprobs), (found, others) in zip(plain[0], drafted[0], strict=True):
+        assert found == expected
+        assert max(abs(a - b) for a, b in zip(logprobs, others, strict=True)) < 5 * EXACT
 
 
 @pytest.mark.e2e
@@ -84,14 +90,45 @@ def test_a_run_with_drafts_on_two_ranks_generates_what_one_without_does(folder: 
     plain, drafted = (
         trained(folder / name, dense, dataset, flags, ranks=2) for name, flags in (("plain", []), ("drafted", drafts))
     )
-    for (expected, logprobs), (found, others) in zip(plain[0], drafted[0], strict=True):
-        assert found == expected
-        assert max(abs(a - b) for a, b in zip(logprobs, others, strict=True)) < 5 * EXACT
+    assert_equal_runs(plain, drafted)
     assert [line["loss"] for line in drafted[1]] == pytest.approx([line["loss"] for line in plain[1]], abs=1e-5)
     assert [line["drafts/accepted"] for line in drafted[1]] == list(simulated(folder / "drafted" / "dump"))
     saved = [line["drafts/steps_saved"] for line in drafted[1]]
     assert len(saved) == 3 and all(0 < share < 1 for share in saved)
     assert not any(name.startswith("drafts/") for line in plain[1] for name in line)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("where", [pytest.param("merged", marks=pytest.mark.nightly), "in vLLM"])
+def test_drafts_change_no_completion_of_a_run_that_trains_adapters(folder: Path, dense: Path, where: str) -> None:
+    """vLLM samples with merged weights, or with the adapter that each sync sends."""
+    dataset = make_dataset(folder / "adapters.jsonl", rows=2)
+    lora = ["--tuner_type", "lora", "--lora_rank", "8", "--lora_alpha", "32", "--target_modules", "all-linear", "--lr",
+            "1e-2", "--vllm_enable_lora", str(where == "in vLLM").lower()]  # fmt: skip
+    drafts = ["--speculative_rollouts", "history"]
+    plain, drafted = (
+        trained(folder / f"{where} {name}", dense, dataset, [*lora, *flags])
+        for name, flags in (("plain", []), ("drafted", drafts))
+    )
+    assert_equal_runs(plain, drafted)
+    assert all(line["drafts/accepted"] > 0 for line in drafted[1])
+
+
+@pytest.mark.e2e
+def test_drafts_change_no_turn_of_a_conversation(folder: Path, dense: Path) -> None:
+    """A scheduler cuts the first turn and sends messages; the engine with drafts is one on two ranks."""
+    dataset = make_dataset(folder / "turns.jsonl", rows=2)
+    turns = ["--multi_turn_scheduler", "hints", "--max_turns", "3", "--external_plugins", str(REWARDS),
+             str(PLUGINS / "hints.py")]  # fmt: skip
+    drafts = ["--speculative_rollouts", "history", "--vllm_tensor_parallel_size", "2"]
+    plain, drafted = (
+        trained(folder / f"{name} turns", dense, dataset, [*turns, *flags], ranks=2)
+        for name, flags in (("plain", []), ("drafted", drafts))
+    )
+    assert_equal_runs(plain, drafted)
+    assert all(line["num_turns"] == 3 for line in drafted[1])
+    assert all(0 < line["drafts/accepted"] < line["drafts/verified"] for line in drafted[1])
+    assert all(0 < line["drafts/steps_saved"] < 1 for line in drafted[1])
 
 
 def trained(

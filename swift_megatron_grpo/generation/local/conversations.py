@@ -92,6 +92,10 @@ class MultiTurnVllm(LocalVllm):
             for request, completion in zip(requests, completions, strict=True)
         ]
 
+    def _sampled(self, rollouts: Sequence[Rollout]) -> int:
+        """Return the tokens of all turns, also those that the scheduler has left out of a conversation."""
+        return self._turns.tokens
+
     async def _converse(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Completion]:
         """Run conversations to their ends. Return their completions in order."""
         self._open, self._asked, self._answers, self._changed = len(requests), [], {}, asyncio.Event()

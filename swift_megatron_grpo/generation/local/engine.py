@@ -115,7 +115,7 @@ class LocalVllm:
     def _generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> dict[int, Rollout]:
         rollouts = self._complete(requests, sampling)
         if self.drafts is not None:
-            self.drafts.end_generation(sum(len(rollout.completion_ids) for rollout in rollouts))
+            self.drafts.end_generation(self._sampled(rollouts))
         if not self.share.reports:
             return {}
         return {request.index: rollout for request, rollout in zip(requests, rollouts, strict=True)}
@@ -123,6 +123,10 @@ class LocalVllm:
     def _complete(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Rollout]:
         """Generate on every rank of the engine; only the result of the rank whose share reports is used."""
         return sample(self._engine, requests, sampling, self._weights_version, self._give_up)
+
+    def _sampled(self, rollouts: Sequence[Rollout]) -> int:
+        """Return how many tokens vLLM has sampled for these rollouts, which have just been generated."""
+        return sum(rollout.length for rollout in rollouts)
 
     def wake_weights(self) -> None:
         if _WEIGHTS in self._asleep:

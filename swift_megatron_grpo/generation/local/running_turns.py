@@ -16,6 +16,7 @@ class RunningTurns:
         self._engine, self._adapter = engine, engine._get_grpo_lora_request()
         self._names = map(str, count())
         self._running: dict[str, tuple[dict[str, Any], RequestConfig]] = {}
+        self.tokens = 0  # of turns that have ended
 
     def add(self, inputs: dict[str, Any], config: RequestConfig) -> str:
         """Add an encoded turn to the next step, and return its name."""
@@ -42,6 +43,7 @@ class RunningTurns:
     def _response(self, output: Any) -> ChatCompletionResponse:
         """Return vLLM's output like ms-swift's `infer`."""
         inputs, config = self._running.pop(output.request_id)
+        self.tokens += sum(len(sampled.token_ids) for sampled in output.outputs)
         return self._engine._create_chat_completion_response(output, inputs, config, output.request_id)
 
     def abort(self) -> None:

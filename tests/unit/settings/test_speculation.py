@@ -33,9 +33,7 @@ def test_a_dense_text_model_with_seeds_is_served() -> None:
     [
         ({"seed_completions": False}, "add --seed_completions true"),
         ({"vllm_mode": "server"}, "rollout servers .* use --vllm_mode colocate, or --speculative_rollouts off"),
-        ({"vllm_enable_lora": True}, "use --vllm_enable_lora false"),
         ({"rollout_quantization": "fp8"}, "use --rollout_quantization none"),
-        ({"multi_turn_scheduler": "math"}, "--multi_turn_scheduler math.* use --speculative_rollouts off"),
         ({"structured_outputs_regex": "a*"}, "--structured_outputs_regex .* use --speculative_rollouts off"),
         ({"min_p": 0.1}, "--min_p 0.1 .* use --min_p 0"),
         ({"rollout_replay": "dump"}, "--rollout_replay does not generate; leave one of them out"),
