@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,20 @@ def test_every_case_uses_the_gpus_of_its_node_once(gpus: int, dry: bool) -> None
             sizes = Variant.parse(name).sizes
             prompts = args.completions // args.generations * sizes.get("tp", 1) // ranks
             assert prompts % sizes["mbs"] == 0, f"{case.name} {name}"
+
+
+def test_all_weights_of_30b_have_the_settings_of_their_template() -> None:
+    [case] = [case for case in cases(4) if case.name == "step-full-30b-template-ep4"]
+    template = (REPOSITORY / "templates" / "moe_full.sh").read_text()
+    of_template = dict(re.findall(r"^ +--(\w+) +(\S+)", template, re.MULTILINE))
+    [setting, _], _, args = settings_of(case)
+    given = [*shlex.split(args.flags), *setting.flags]
+    flags = {name.removeprefix("--"): value for name, value in zip(given[::2], given[1::2], strict=True)}
+    # The weights come with the first sync, and the template leaves to the run whether completions share a prompt.
+    assert {name for name in flags if flags[name] != of_template.get(name)} == {"vllm_engine_kwargs", "share_prompts"}
+    assert args.completions == int(of_template["global_batch_size"])
+    assert args.generations == int(of_template["num_generations"])
+    assert args.lengths.endswith(f":{of_template['max_completion_length']}")
 
 
 def test_names_differ_between_cases_and_nodes() -> None:
