@@ -120,7 +120,7 @@ CASES = {
     for case in (
         Case("spare", "smollm2", steps=40, warm_up=8),
         Case("steps", "smollm2", steps=40, warm_up=8),
-        Case("turns", "smollm2", steps=20, warm_up=4, tokens=128),
+        Case("turns", "smollm2", steps=20, warm_up=4, tokens=256),
         Case("flight", "smollm2", steps=48, warm_up=8, cool_down=4),
         Case("spare", "8b", steps=6, warm_up=2),
         Case("steps", "8b", steps=12, warm_up=4),

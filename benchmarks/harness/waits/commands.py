@@ -23,11 +23,12 @@ PLUGINS = Path(__file__).parent
 LORA = "--tuner_type lora --lora_rank 16 --lora_alpha 32 --target_modules all-linear"
 ROOM_FOR_A_TOOL = 64  # tokens of its answer in each turn
 DRY_CACHE_BYTES = 2**26
+TRL_MICRO_BATCHES = 8  # of a step; with fewer, the logits of long completions would take half of the GPU
 
 
 def trainer_flags(case: Case, variant: Variant, settings: Settings, paths: Paths, shape: str, url: str) -> list[str]:
     """Return the arguments of a run's program. `url`: of its server; empty: vLLM runs in the trainer."""
-    flags = command_of(variant.arm, settings, paths, seed=1)
+    flags = command_of(variant.arm, settings, paths, 1, TRL_MICRO_BATCHES)
     if variant.arm == "trl":
         return flags
     remedy = REMEDIES[case.remedy]

@@ -20,7 +20,7 @@ from benchmarks.harness.free_gpus import wait_until_free
 from benchmarks.harness.processes import LOCKS, visible_devices
 
 QUESTIONS = ("Add 7 to the result.", "Subtract 12 from that.", "Explain the last step.", "Multiply that by 3.")
-WAITS = (0.05, 1.0)  # seconds
+SHORTEST, LONGEST = 0.05, 1.0  # seconds of a slow tool, whose logarithm is uniform
 
 
 class Drawn(ORM):
@@ -34,7 +34,9 @@ class Drawn(ORM):
 class Answers(Env):
     """A tool that answers every turn, so that each conversation has --max_turns."""
 
-    waits = (0.0, 0.0)
+    def wait(self, share: float) -> float:
+        """Return the seconds of an answer. `share`: drawn from 0 to 1."""
+        return 0.0
 
     async def reset(self, config: Any) -> tuple[str, dict[str, Any], str]:
         self._name, self._turns = config.uuid, 0
@@ -42,16 +44,15 @@ class Answers(Env):
 
     async def step(self, action: list[dict[str, Any]]) -> tuple[str, float, bool, dict[str, Any]]:
         self._turns += 1
-        seconds = random.Random(f"{self._name}/{self._turns}").uniform(*self.waits)
-        if seconds:
-            await asyncio.sleep(seconds)
+        await asyncio.sleep(self.wait(random.Random(f"{self._name}/{self._turns}").random()))
         return QUESTIONS[self._turns % len(QUESTIONS)], 0.0, False, {}
 
     async def close(self) -> None: ...
 
 
 class AnswersSlowly(Answers):
-    waits = WAITS
+    def wait(self, share: float) -> float:
+        return float(SHORTEST * (LONGEST / SHORTEST) ** share)
 
 
 def hold_gpus() -> list[TextIO]:
