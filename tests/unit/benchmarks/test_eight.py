@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from benchmarks.harness.models import make_checkpoint
 from benchmarks.harness.node import compare, page
 from benchmarks.harness.node.cases import NODES, Case, cases, is_measured, toy
 from benchmarks.harness.node.figures import Forecast
-from benchmarks.harness.node.forecast import CARDS, forecasts_of
+from benchmarks.harness.node.forecast import CARDS
 from benchmarks.harness.shapes import SHAPES
 from swift_megatron_grpo.cli.check_layouts.layouts import Variant
+from tests.forking.client import run_code
 from tests.paths import REPOSITORY
 
 AT_EIGHT = cases(8)
@@ -122,6 +124,17 @@ def test_every_case_of_eight_fits_into_the_cards_that_it_is_for() -> None:
     assert all(one.fits for one in committed() if one.name in names and one.card == CARDS[0])
 
 
+FORECAST = """
+import json
+from dataclasses import asdict
+from pathlib import Path
+from benchmarks.harness.node.cases import cases
+from benchmarks.harness.node.forecast import forecasts_of
+case, = (case for case in cases(8) if case.name == {name!r})
+print("FORECASTS", json.dumps([asdict(one) for one in forecasts_of(case, Path({work!r}))]))
+"""
+
+
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("eight")
@@ -138,11 +151,13 @@ def checked_at_eight() -> Iterator[Any]:
 
 @pytest.mark.parametrize("case", list(checked_at_eight()))
 def test_the_flags_of_a_case_pass_the_check_at_eight_ranks(case: Case, work: Path) -> None:
-    """The committed forecast is what the same flags and sizes give now."""
+    """The committed forecast is what the same flags and sizes give now, in a process that then counts as a rank."""
     folder = work / "models" / f"{case.shape}-random"
     if not folder.exists():
         make_checkpoint(folder, SHAPES[case.shape], with_weights=False)
-    assert list(forecasts_of(case, work)) == [one for one in committed() if one.name == case.name]
+    printed = run_code("trainer", FORECAST.format(name=case.name, work=str(work)))
+    forecasts = json.loads(printed.rpartition("FORECASTS ")[2].splitlines()[0])
+    assert forecasts == [asdict(one) for one in committed() if one.name == case.name]
 
 
 def test_the_page_has_the_committed_forecasts() -> None:

@@ -23,7 +23,7 @@ STEP: dict[str, Any] = {
 
 def plan_of_two_ranks(folder: Path) -> Plan:
     job = Job("ours", True, str(folder), [4], [[3, 3]], 100, 0, None, [], False, None, False, False)
-    return Plan(job, {}, 2, 1, 3, 1, 60.0, False, folder, False, 1, 0.0)
+    return Plan(job, {}, 2, 1, 3, 1, 60.0, False, folder, False, False, 1, 0.0)
 
 
 def write(plan: Plan, steps_of_ranks: list[int]) -> None:
