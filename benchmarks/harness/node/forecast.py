@@ -26,6 +26,7 @@ from swift_megatron_grpo.cli.check.check import Inputs, parse_flags
 from swift_megatron_grpo.cli.check.estimate import Estimate, estimate
 from swift_megatron_grpo.cli.check.model import read_model
 from swift_megatron_grpo.cli.check.rows import read_rows
+from swift_megatron_grpo.cli.estimate.advice import MARGIN
 from swift_megatron_grpo.cli.estimate.memory import ASLEEP_BYTES
 from swift_megatron_grpo.runtime.gpus import find_gpu
 
@@ -80,6 +81,7 @@ def _figures(name: str, setting: Setting, ranks: int, card: str, result: Estimat
     asleep = ASLEEP_BYTES if has_engine and not awake else 0.0
     phases = {phase: max(rank.phases[phase] for rank in result.memory) for phase in fullest.phases}
     train = trained + awake + asleep + fullest.outside
+    room = find_gpu(card).memory_bytes * (1 - MARGIN)
     return Forecast(
         name,
         setting.name,
@@ -89,7 +91,7 @@ def _figures(name: str, setting: Setting, ranks: int, card: str, result: Estimat
         generation_gb=_gb(phases["generation"]) if has_engine else None,
         train_gb=_gb(train),
         train_in_pytorch_gb=_gb(trained + awake),
-        fits=result.fits and result.engine_fits if has_engine else train < find_gpu(card).memory_bytes,
+        fits=result.fits and result.engine_fits if has_engine else train <= room,
         train_seconds=round(result.train_seconds, 2),
         generation_seconds=round(result.generation_seconds, 2) if has_engine and result.generation_seconds else None,
     )
