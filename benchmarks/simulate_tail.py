@@ -255,7 +255,9 @@ def table(without: Collection[str] = ()) -> str:
     spare = SpareGroups(None, 128, 3 * 128)
     spare.remember(4, 3)
     cases["the same, with `--spare_groups auto`"] = Case(uniform=0.25, spare=spare.wanted())
-    cases["the same, next to the following rollout"] = Case(uniform=0.25, draws_alone=False)
+    cases["1, a quarter of the groups is replaced next to the following rollout"] = Case(
+        uniform=0.25, draws_alone=False
+    )
     heads = ["settings", "staleness: mean, maximum"]
     heads += [f"{name}, {share:g}" for name in ("growing", "flat") for share in TRAINING]
     return lines_of([heads, *([name, *cells(case)] for name, case in cases.items() if name not in without)])

@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
-# Measure the cases of benchmarks/bench_waits.py: those of one GPU on each, those of two, the learning curves, and what
-# is left. What was measured is left out, and nothing starts that is unlikely to end in time, so that several short
-# sessions share the work.
+# Measure the cases of benchmarks/bench_waits.py: those of one GPU on each, the learning curves, those of two GPUs, and
+# what is left. What was measured is left out, and nothing starts that is unlikely to end in time, so that several
+# short sessions share the work.
 #   benchmarks/waits_chain.sh MODEL OLD WORK OUT SECONDS [OPTION...]
 # MODEL: folder of SmolLM2; OLD: the package before conversations ran by themselves (bench_waits.py has the command);
 # WORK: data and logs; OUT: results, and those of earlier sessions; OPTION: of `bench_waits run` and `learn`, as --dry.
 #   GPUS="0 1"    GPUs (default: all), or cpu for a dry run
 #   LANES=2       cases at a time on each GPU, of which one trains while others import their packages
 #   ITEMS="..."   CASE:ROUNDS:SECONDS on one GPU, or peers-8b:1:SECONDS for ms-swift and TRL
-#   PAIRS="..."   the same for cases of two GPUs, which begin when the ITEMS have ended
-#   CURVES="..."  REMEDY:SEED:SECONDS, all at once when the PAIRS have ended
-#   LATER="..."   like ITEMS, when the CURVES have ended
-#   RESERVE=N     seconds that ITEMS leave to PAIRS and CURVES
+#   CURVES="..."  REMEDY:SEED:SECONDS, all at once when the ITEMS have ended
+#   PAIRS="..."   like ITEMS, for cases of two GPUs, which begin when the CURVES have ended
+#   LATER="..."   like ITEMS, of one GPU, when the PAIRS have ended
+#   RESERVE=N     seconds that ITEMS leave to what follows; they are ended then, and keep what they have measured
 # Sessions of 1,500 s with two GPUs: the first one with the defaults, the second one with
-#   ITEMS="spare-8b:1:550 steps-8b:1:560 turns-8b:1:560 peers-8b:1:620" PAIRS=flight-8b:1:560 CURVES= RESERVE=570 LATER=
+#   ITEMS="spare-8b:1:570 steps-8b:1:600 turns-8b:1:600 peers-8b:1:700" CURVES= PAIRS=flight-8b:1:500 RESERVE=520
+#   LATER="steps-smollm2:1:150 spare-smollm2:1:180"
 set -euo pipefail
 model=$1 old=$2 work=$(mkdir -p "$3" && cd "$3" && pwd) out=$(mkdir -p "$4" && cd "$4" && pwd) end=$((SECONDS + $5))
 shift 5
@@ -42,11 +43,11 @@ next() {
     done < "$queue"
 }
 
-# run_item CASE ROUNDS SECONDS
+# run_item CASE ROUNDS: a run that hangs is ended after 600 s
 run_item() {
     local left=$((end - SECONDS))
     if [ "$1" = peers-8b ]; then # one step on each rollout, of the lengths of the other cases
-        [ -e "$(dirname "$out")/step-lora-8b-tails.json" ] && return
+        grep -qs '"arm": "trl"' "$(dirname "$out")/step-lora-8b-tails.json" && return
         "${PYTHON:-python3}" -m benchmarks.bench step --json "$(dirname "$out")/step-lora-8b-tails.json" --shape 8b \
             --lengths lognormal:700:0.9:4096 --prompts constant:256 --completions 64 --ours tokens16384+shared \
             --stock mbs4 --trl mbs2 --rounds 1 --steps 3 --timeout 400 --deadline "$left" --work "$work/bench" \
@@ -54,7 +55,7 @@ run_item() {
 --tuner_type lora --lora_rank 16 --lora_alpha 32 --target_modules all-linear"
     else
         timeout -k 60 "$left" "${waits[@]}" run --case "$1" --rounds "$2" --old "$old" "${common[@]}" \
-            --limit $(($3 < left ? $3 : left)) "${options[@]}"
+            --limit $((left < 600 ? left : 600)) "${options[@]}"
     fi
 }
 
@@ -63,7 +64,7 @@ lane() {
     local case rounds seconds status
     while read -r case rounds seconds < <(next); do
         status=0
-        run_item "$case" "$rounds" "$seconds" > "$work/$case.log" 2>&1 || status=$?
+        run_item "$case" "$rounds" > "$work/$case.log" 2>&1 || status=$?
         echo "waits_chain: $case: exit code $status, $((end - SECONDS)) s left"
     done
 }
@@ -99,21 +100,21 @@ curve() {
 }
 
 # Seconds on an H200, predicted: 60 to 75 for each start, of which lanes share a third, and the steps of cases.py.
-read -ra items <<< "${ITEMS-spare-smollm2:1:420 turns-smollm2:1:480 steps-smollm2:1:560}"
-read -ra pairs <<< "${PAIRS-flight-smollm2:1:450}"
+read -ra items <<< "${ITEMS-spare-smollm2:1:460 turns-smollm2:1:520 steps-smollm2:1:570}"
 read -ra curves <<< "${CURVES-flight:1:470 spare:1:470 spare:2:470 flight:2:470}"
-read -ra later <<< "${LATER-spare-smollm2:2:420 turns-smollm2:2:480 steps-smollm2:2:560}"
-reserve=${RESERVE:-600}
+read -ra pairs <<< "${PAIRS-flight-smollm2:1:300}"
+read -ra later <<< "${LATER-spare-smollm2:2:300 turns-smollm2:2:300 steps-smollm2:2:300}"
+reserve=${RESERVE:-800}
 end=$((end - reserve))
 lanes "${items[@]}"
 end=$((end + reserve))
 if [ "${#gpus[@]}" -ge 2 ] || [ "${gpus[0]}" = cpu ]; then
-    printf '%s\n' "${pairs[@]}" | tr : ' ' > "$queue"
-    ([ "${gpus[0]}" = cpu ] || export CUDA_VISIBLE_DEVICES=${gpus[0]},${gpus[1]} && lane)
     for place in "${!curves[@]}"; do
         IFS=: read -r remedy seed seconds <<< "${curves[place]}"
         curve "$remedy" "$seed" "$seconds" "$place" &
     done
     wait
+    printf '%s\n' "${pairs[@]}" | tr : ' ' > "$queue"
+    ([ "${gpus[0]}" = cpu ] || export CUDA_VISIBLE_DEVICES=${gpus[0]},${gpus[1]} && lane)
 fi
 lanes "${later[@]}"

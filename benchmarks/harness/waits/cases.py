@@ -122,10 +122,10 @@ CASES = {
         Case("steps", "smollm2", steps=40, warm_up=8),
         Case("turns", "smollm2", steps=20, warm_up=4, tokens=256),
         Case("flight", "smollm2", steps=48, warm_up=8, cool_down=4),
-        Case("spare", "8b", steps=6, warm_up=2),
-        Case("steps", "8b", steps=12, warm_up=4),
-        Case("turns", "8b", steps=4, warm_up=1, tokens=1024, lengths="lognormal:200:0.9:1024"),
-        Case("flight", "8b", steps=16, warm_up=5, cool_down=2),
+        Case("spare", "8b", steps=5, warm_up=2),
+        Case("steps", "8b", steps=8, warm_up=4),
+        Case("turns", "8b", steps=3, warm_up=1, tokens=1024, lengths="lognormal:200:0.9:1024"),
+        Case("flight", "8b", steps=14, warm_up=5, cool_down=2),
     )
 }
 PEER_STEPS = 16  # of the other trainers, whose steps take several times as long

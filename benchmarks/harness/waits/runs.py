@@ -84,6 +84,8 @@ def served(case: Case, settings: Settings, place: Place, output: Path, shares_gp
     flags = server_flags(case, settings, place.model, place.shape, port, shares_gpu)
     environment = {**environment_of_programs(), "SWIFT_MEGATRON_GRPO": "on"}
     if torch.cuda.is_available():
+        if len(visible_devices()) < 2:
+            raise SystemExit("bench_waits: a server needs a GPU besides the trainer's; use two in CUDA_VISIBLE_DEVICES")
         environment["CUDA_VISIBLE_DEVICES"] = visible_devices()[-1]
     with (output / "server.txt").open("wb") as log:
         server = subprocess.Popen([sys.executable, "-P", "-m", "swift.cli.rollout", *flags], env=environment,
