@@ -23,6 +23,7 @@ from swift_megatron_grpo.types import ModelRecording
 
 RATE = 16_000  # samples per second that a model hears
 FRAME = 160  # samples of a frame
+_WINDOW = 400  # samples from which an extractor computes one: it looks beyond both ends
 SECONDS = (0.1, 30)  # the longest is what the extractor of features takes whole
 RATES = (8_000, 192_000)
 CHANNELS = 2
@@ -91,7 +92,19 @@ def as_heard(content: bytes) -> bytes:
     if rate != RATE:
         heard = librosa.resample(heard, orig_sr=rate, target_sr=RATE)
     whole = heard[: len(heard) // FRAME * FRAME]
-    return wav_of(np.clip(np.round(whole * 2**15), -(2**15), 2**15 - 1).astype("<i2"))
+    return wav_of(with_silence(np.clip(np.round(whole * 2**15), -(2**15), 2**15 - 1).astype("<i2")))
+
+
+def with_silence(samples: np.ndarray) -> np.ndarray:
+    """Return samples of 16 bits of at least a second, with silence in place of the last 12.5 ms.
+
+    Otherwise rows of a recording would depend on others, which vLLM embeds together. The last window of a shorter one
+    reads zeros there, and a reflection of the end where it is alone. Convolutions read what a chunk is filled up with,
+    and the only chunk of less than a second is not filled up where it is alone.
+    """
+    ended = np.array(samples)
+    ended[-_WINDOW // 2 :] = 0
+    return np.pad(ended, (0, max(0, _CHUNK * FRAME - len(ended))))
 
 
 def wav_of(samples: np.ndarray) -> bytes:
@@ -164,10 +177,10 @@ def recording_format(processor: Any) -> RecordingFormat | None:
     if "audio_token" not in vars(processor):
         return None
     extractor = processor.feature_extractor
-    if (extractor.sampling_rate, extractor.hop_length) != (RATE, FRAME):
+    if (extractor.sampling_rate, extractor.hop_length, extractor.n_fft) != (RATE, FRAME, _WINDOW):
         raise ValueError(
-            f"the feature extractor takes {extractor.sampling_rate} samples per second in frames of "
-            f"{extractor.hop_length}; only {RATE} and {FRAME} are supported"
+            f"the feature extractor takes {extractor.sampling_rate} samples per second, in frames of "
+            f"{extractor.hop_length} and windows of {extractor.n_fft}; only {RATE}, {FRAME} and {_WINDOW} are supported"
         )
     return RecordingFormat(extractor, recording_placeholder(processor))
 

@@ -28,7 +28,7 @@ from swift.template import Template
 
 from swift_megatron_grpo.data.image_formats import MERGE, channels_of
 from swift_megatron_grpo.data.images import element_bytes
-from swift_megatron_grpo.data.recordings import FRAME, RATE, check_heard, samples_of, wav_of
+from swift_megatron_grpo.data.recordings import FRAME, RATE, check_heard, samples_of, wav_of, with_silence
 from swift_megatron_grpo.data.recordings import SECONDS as SECONDS_OF_SOUND
 from swift_megatron_grpo.runtime.replaced import replaced
 from swift_megatron_grpo.types import ModelFrames, ModelRecording, SoundPart
@@ -286,7 +286,7 @@ def _decode_sound(content: bytes, demuxer: str) -> bytes:
     if not least <= number <= most:
         limits = f"{SECONDS_OF_SOUND[0]} to {SECONDS_OF_SOUND[1]}"
         raise UnreadableVideo(f"has {number / RATE:g} seconds of sound or more; {limits} can be trained")
-    return wav_of(np.concatenate(samples)[: number // FRAME * FRAME].astype("<i2"))
+    return wav_of(with_silence(np.concatenate(samples)[: number // FRAME * FRAME].astype("<i2")))
 
 
 def _resize(

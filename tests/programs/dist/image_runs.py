@@ -6,7 +6,6 @@ import gc
 import json
 import random
 import struct
-import wave
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from PIL import Image
 
 from swift_megatron_grpo.cli.check_layouts.layouts import Variant
+from swift_megatron_grpo.data.recordings import wav_of, with_silence
 
 COLUMNS = ["tokens", "completion_mask", "advantage", "old_logprobs", "ref_logprobs"]
 NUMBER_OF_IMAGES = (0, 1, 2, 1)  # of each prompt
@@ -35,13 +35,7 @@ def noise(width: int, height: int, seed: int) -> bytes:
 def recording(seconds: float, seed: int) -> bytes:
     """Return the WAV of noise, of 16 bits at 16 kHz, as engines are sent it."""
     samples = np.random.default_rng(seed).integers(-(2**15), 2**15, round(seconds * 100) * 160, dtype=np.int16)
-    file = BytesIO()
-    with wave.open(file, "wb") as writer:
-        writer.setnchannels(1)
-        writer.setsampwidth(2)
-        writer.setframerate(16_000)
-        writer.writeframes(samples.tobytes())
-    return file.getvalue()
+    return wav_of(with_silence(samples))
 
 
 def frames(count: int, width: int, height: int, seed: int, sound: float) -> bytes:

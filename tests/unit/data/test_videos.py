@@ -203,7 +203,7 @@ def hearing(templates: Mapping[str, Template], monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [
-        (0.5, [("video", 12), ("audio", 7), ("video", 12), ("video", 12)]),
+        (0.5, [("video", 12), ("audio", 13), ("video", 12), ("video", 12)]),
         (5.5, [("video", 12), ("audio", 50), ("video", 12), ("audio", 22), ("video", 12)]),
         (10, [("video", 12), ("audio", 50), ("video", 12), ("audio", 50), ("video", 12), ("audio", 30)]),
     ],
