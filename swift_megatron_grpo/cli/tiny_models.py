@@ -371,12 +371,19 @@ def draw_weights(model: torch.nn.Module, shape: Shape, seed: int) -> None:
             value = 0.4 * value
         elif name.rpartition(".")[2].startswith("lambda_"):
             value = 1 + 0.1 * value
-        elif "norm" in name.rsplit(".", 2)[-2] and name.endswith("weight"):
+        elif name.endswith("weight") and _is_norm(name.rsplit(".", 2)[-2]):
             about_zero = shape.kind in WITH_DELTA_NETS and not SEEING.search(name) and "linear_attn" not in name
             value = 0.1 * value + (0 if about_zero else 1)  # these norms multiply by 1 + weight
+        elif ".conv2d" in name and parameter.ndim > 1:
+            value = value / math.sqrt(math.prod(parameter.shape[1:]))  # three in a row, each with few inputs
         else:
             value = value * (std if parameter.ndim > 1 else 0.02)
         parameter.data.copy_(value)
+
+
+def _is_norm(module: str) -> bool:
+    """Return True for the name of a norm. ln_post and ln_q are those of audio parts, and of aligners."""
+    return "norm" in module or module.startswith("ln_")
 
 
 def save_stacked_experts(model: PreTrainedModel, file: Path, transposed: bool) -> None:

@@ -109,8 +109,8 @@ TASKS = {
 def make_learner(folder: Path, kind: str, seed: int) -> Path:
     """Make a tiny model whose parts pass on what they see and hear.
 
-    The weights of other tests' models are small: of the features of sounds, two tones change less than 0.1 % behind
-    three convolutions and the norm `ln_post`, and here most.
+    The weights of other tests' models are smaller: behind their convolutions, features of a low and of a high tone
+    differ by 1 %, and here by most of them.
     """
     file = make_model(folder, kind, ["--seed", str(seed)]) / "model.safetensors"
     tensors = load_file(file)
