@@ -113,8 +113,13 @@ NOT_YET: Mapping[str, Refusal] = {
     ),
     "optimizer_cuda_graph": Refusal((False,), _LENGTHS),
     # other ways to start
-    **_all("use_ray skip_megatron_init", (False,), "ranks are started by torchrun"),
-    **_all("ray_exp_name device_groups", (None,), "ranks are started by torchrun"),
+    "use_ray": Refusal((False,), "`megatron rlhf` reads it and starts the ranks, which have no such flag"),
+    **_all(
+        "ray_exp_name device_groups",
+        (None,),
+        "`megatron rlhf --use_ray true` reads it, and the ranks have no such flag",
+    ),
+    "skip_megatron_init": Refusal((False,), "ranks are started by torchrun"),
 }
 
 # Of these, the flags that choose and weight the tokens of given answers: with --chord_sft_dataset they are accepted.

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 import runpy
 import subprocess
 import sys
 from collections.abc import Callable, MutableMapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from swift_megatron_grpo import SWITCH
@@ -16,7 +14,7 @@ from swift_megatron_grpo.plugin import command_line, rank
 
 _SERVER_MODULE = "swift_megatron_grpo.generation.server"
 _COMMAND_MODULE = "swift_megatron_grpo.cli"
-_GRPO_IN_YAML = re.compile(r"""^rlhf_type:\s*['"]?grpo\b""", re.MULTILINE)
+_LAUNCH_MODULE = "swift_megatron_grpo.launch"
 
 
 def activate(argv: list[str], orig_argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
@@ -27,8 +25,11 @@ def activate(argv: list[str], orig_argv: Sequence[str], environ: MutableMapping[
     process = command_line.classify(argv, orig_argv)
     if process is None:
         return
-    if mode == "on" and process in (command_line.LAUNCHER, command_line.RANK):
-        _refuse_ray(argv, orig_argv)
+    if mode == "on" and process == command_line.RANK and command_line.uses_ray(orig_argv):
+        raise SystemExit(
+            "swift-megatron-grpo: --use_ray true: a rank cannot start ranks; use `megatron rlhf --use_ray true`, "
+            "without torchrun"
+        )
     if process in (command_line.LAUNCHER, command_line.TORCHRUN):
         if mode == "on":  # the ranks refuse other values than those of MODES
             _prepare_launch(process, argv, orig_argv)
@@ -62,28 +63,12 @@ def _prepare_launch(process: str, argv: Sequence[str], orig_argv: Sequence[str])
         from swift_megatron_grpo.plugin.torchrun import hook_torchrun
 
         hook_torchrun(command_line.arguments_of_ranks(argv[1:]) or [])
+    elif argv[1:2] == ["rlhf"] and command_line.has_roles(argv[2:]):
+        _replace_process(_LAUNCH_MODULE, argv[2:], orig_argv)
     elif command_line.asks_for_check(argv):
         _replace_process(_COMMAND_MODULE, ["check", *argv[2:]], orig_argv)
     else:
         replace_on_run()
-
-
-def _refuse_ray(argv: Sequence[str], orig_argv: Sequence[str]) -> None:
-    """End a GRPO run of ms-swift's Ray pipeline. Its script may have removed the flag from `argv` before.
-
-    Such a run usually has its other flags in the YAML file of --config.
-    """
-    if not command_line.uses_ray(orig_argv):
-        return
-    config = Path(command_line.parse_flag(argv, "config") or os.devnull)
-    text = config.read_text(encoding="utf-8") if config.is_file() else ""
-    if command_line.selects_grpo(argv) or _GRPO_IN_YAML.search(text):
-        convert = f"the script that `swift-megatron-grpo convert {config}` prints"
-        use = convert if text else "--use_ray false with NPROC_PER_NODE=GPUS and --vllm_mode colocate"
-        raise SystemExit(
-            f"swift-megatron-grpo: --use_ray true: ranks are started by torchrun; use {use}, or set {SWITCH}=off to "
-            "run ms-swift's own trainer"
-        )
 
 
 def _replace_process(module: str, args: Sequence[str], orig_argv: Sequence[str]) -> None:

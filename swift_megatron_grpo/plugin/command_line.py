@@ -13,9 +13,11 @@ import re
 import sys
 from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+CONFIG_FILES = (".yaml", ".yml")  # ends of the name of a file of flags
 MODES = {
     "on": "the trainer, and the CPU platform where there is no accelerator",
     "off": "nothing: ms-swift as without this package",
@@ -37,6 +39,11 @@ _TORCHRUN_MODULE = "torch.distributed.run"
 _SCRIPTS = {_RANK_MODULE: _RANK_SCRIPT, _ROLLOUT_MODULE: _ROLLOUT_SCRIPT}
 _KEY_FLAGS = {"rollout": "api_key", "rollout.py": "api_key", "rlhf": "vllm_server_api_key"}  # by command
 _PRINTED = re.compile(r"(--(?:vllm_server_)?api[-_]key[= ]).*?(?= --|`|$)")
+_GRPO_IN_FILE = re.compile(r"""^["']?rlhf_type["']?\s*:\s*["']?grpo\b""", re.MULTILINE)
+_ROLES_IN_FILE = re.compile(
+    r"""^["']?(?:(?:train|rollout|colocate_groups|device_groups)["']?\s*:|use_ray["']?\s*:\s*["']?true)""",
+    re.MULTILINE | re.IGNORECASE,
+)
 _LAUNCHER_MODULE = "swift.cli.main"  # prints the command
 
 
@@ -113,8 +120,21 @@ def asks_for_check(args: Sequence[str]) -> bool:
 
 
 def uses_ray(args: Sequence[str]) -> bool:
-    """Return True for ms-swift's Ray pipeline, which runs its own trainers in processes of Ray."""
-    return "--use_ray" in args and "".join(args[args.index("--use_ray") + 1 :][:1]).lower() != "false"
+    """Return True for `--use_ray`, which starts the ranks on Ray."""
+    value = parse_flag(args, "use_ray")
+    return value is not None and value.lower() != "false"
+
+
+def has_roles(args: Sequence[str]) -> bool:
+    """Return True for a GRPO run that launch/ starts: it uses Ray, or its file of flags has roles.
+
+    `args`: the arguments of `megatron rlhf`.
+    """
+    path = args[0] if args and args[0].endswith(CONFIG_FILES) else parse_flag(args, "config")
+    config = Path(path or os.devnull)
+    text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
+    is_grpo = selects_grpo(args) or bool(_GRPO_IN_FILE.search(text))
+    return is_grpo and (uses_ray(args) or bool(_ROLES_IN_FILE.search(text)))
 
 
 def program_of(orig_argv: Sequence[str]) -> tuple[int, str, str]:

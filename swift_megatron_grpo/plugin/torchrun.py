@@ -28,6 +28,7 @@ from swift_megatron_grpo.runtime.import_hooks import after_import
 from swift_megatron_grpo.runtime.refusals import expect_refusals, take_refusals
 
 DEFAULT_GRACE = 120.0  # of --stop_grace
+FAILURE_VARIABLE = "SWIFT_MEGATRON_GRPO_FAILURE"  # set by launch/: a file for the reason why ranks have failed
 _REPORT_SECONDS = 15.0  # after the grace, for the watchdog of a stuck rank to write its report
 _SECOND_SIGNAL_SECONDS = 5.0  # for ranks to end at a second signal
 _EXIT_SECONDS = 30.0  # between the exit of the first rank and that of the last
@@ -63,9 +64,13 @@ def _patch(api: ModuleType, args: list[str], refusals: Path) -> None:
         if self.loss.ends_run():
             _exit(1)
         result = stock_wait(self, timeout, period)
-        if result is not None:
-            failed = (f"local rank {number}, {_how(each.exitcode)}" for number, each in result.failures.items())
-            self.loss.tell_others(", ".join(failed))
+        if result is not None and not result.failures:
+            self.loss.tell_others("")
+        elif result is not None:
+            first = min(result.failures.values(), key=lambda failure: failure.timestamp)  # torchrun killed the others
+            self.loss.tell_others(f"local rank {first.local_rank}, {_how(first.exitcode)}")
+            if FAILURE_VARIABLE in os.environ:
+                _leave_to_launch(f"rank {self.envs[first.local_rank]['RANK']} has ended: {_how(first.exitcode)}")
         return result
 
     def close(self: Any, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
@@ -163,6 +168,12 @@ class StopOfRanks:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)  # each rank leads a process group
             process.wait()
+
+
+def _leave_to_launch(reason: str) -> NoReturn:
+    """Exit without torchrun's table: what has started this torchrun prints the last line of the run."""
+    Path(os.environ[FAILURE_VARIABLE]).write_text(reason, encoding="utf-8")
+    _exit(1)
 
 
 def _how(code: int) -> str:

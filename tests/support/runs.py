@@ -189,22 +189,30 @@ def megatron_command(
     With a `config` the flags are written to this YAML file, and `swift megatron` runs it.
     """
     command = ["megatron"] if config is None else ["swift", "megatron"]
-    script = Path(sys.executable).with_name(command[0])
-    # packages in a separate folder have no scripts next to the interpreter
-    program = (
-        [str(script), *command[1:]] if script.exists() else [sys.executable, "-P", "-m", "swift.cli._megatron.main"]
-    )
     arguments = grpo_flags(model, dataset, folder, flags)
     if config is not None:
         config.write_text(json.dumps(values_of(arguments)))  # JSON is YAML
         arguments = [str(config)]
-    program += ["rlhf", *arguments]
-    variables = {
-        **environment_of_processes(),
-        "NPROC_PER_NODE": str(ranks),
-        "MASTER_PORT": str(random.randint(20000, 32000)),
-        **(environment or {}),
-    }
+    variables = {"NPROC_PER_NODE": str(ranks), "MASTER_PORT": str(random.randint(20000, 32000)), **(environment or {})}
+    return command_line([*command, "rlhf", *arguments], folder, variables, timeout, on_line)
+
+
+def command_line(
+    command: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    timeout: int = 600,
+    on_line: Callable[[str], object] | None = None,
+) -> Finished:
+    """Run `megatron ...` or `swift megatron ...` beside the output folder of the run."""
+    script = Path(sys.executable).with_name(command[0])
+    # packages in a separate folder have no scripts next to the interpreter
+    program = (
+        [str(script), *command[1:]]
+        if script.exists()
+        else [sys.executable, "-P", "-m", "swift.cli._megatron.main", *command[command.index("rlhf") :]]
+    )
+    variables = {**environment_of_processes(), **environment}
 
     def start(output: IO[str]) -> subprocess.Popen[str]:
         return subprocess.Popen(program, env=variables, text=True, cwd=folder.parent, stdout=output,

@@ -9,34 +9,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from swift_megatron_grpo.cli.check_script.shell import Shell
 from swift_megatron_grpo.cli.check_script.stand_ins import read_flags
 from swift_megatron_grpo.cli.convert.programs import settings_of_program
 from swift_megatron_grpo.cli.convert.tables import COMPUTED
+from swift_megatron_grpo.launch.safe_yaml import MOST, parse_yaml
 
-_MOST = 300_000  # characters of a file, and of the settings that it expands to
-_MOST_DIGITS = 30
 _OF_ACCELERATE = ("num_processes", "num_machines")
 _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
 _OVERRIDE = re.compile(r"\+{0,2}([a-zA-Z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
 _ADDED = re.compile(r"\+{0,2}([a-zA-Z_][\w.]*)=(.*)", re.DOTALL)
 _TRAINER = re.compile(r"(^|/)train\w*\.py$")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
-_NOT_YAML = (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # of yaml's types
 
 
 def read_settings(
     path: Path, overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """Return key: value. `overrides`: key=value words that come after the file's. Raises ValueError."""
-    if path.stat().st_size > _MOST:
-        raise ValueError(f"settings do not have more than {_MOST:,} bytes")
+    if path.stat().st_size > MOST:
+        raise ValueError(f"settings do not have more than {MOST:,} bytes")
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -58,11 +53,11 @@ def read_settings(
 
 def _bounded(settings: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     """Yield the settings. Raises ValueError when they are larger than a file of settings."""
-    room = _MOST
+    room = MOST
     for key, value in settings:
         room -= len(key) + len(str(value))
         if room < 0:
-            raise ValueError(f"its settings have more than {_MOST:,} characters")
+            raise ValueError(f"its settings have more than {MOST:,} characters")
         yield key, value
 
 
@@ -127,36 +122,6 @@ def _scalar(text: str) -> Any:
 # ---- YAML
 
 
-def parse_yaml(text: str) -> Any:
-    """Parse YAML. Raises ValueError if it is not YAML, or if it grows when its aliases are written out."""
-    try:
-        tree = yaml.compose(text, yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        raise ValueError(f"not YAML: {error}") from error
-    if tree is None:
-        return None
-    if _size(tree, {}) > _MOST:
-        raise ValueError(f"its aliases have more than {_MOST:,} characters, or contain themselves")
-    try:
-        return yaml.SafeLoader("").construct_document(tree)
-    except _NOT_YAML as error:
-        raise ValueError(f"a value is not what its YAML type says: {error}") from error
-
-
-def _size(node: yaml.Node, sizes: dict[int, int]) -> int:
-    """Return how many characters a tree has when its aliases are written out; an alias costs no time here."""
-    if id(node) not in sizes:
-        sizes[id(node)] = _MOST + 1  # if it contains itself
-        if isinstance(node, yaml.ScalarNode):
-            if node.tag.endswith(":int") and len(node.value) > _MOST_DIGITS:
-                raise ValueError(f"a number has {len(node.value)} digits")
-            sizes[id(node)] = 1 + len(node.value)
-        else:
-            parts = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
-            sizes[id(node)] = min(1 + sum(_size(part, sizes) for part in parts), _MOST + 1)
-    return sizes[id(node)]
-
-
 def _flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(tree, dict) and tree:
         for key, value in tree.items():
@@ -172,7 +137,7 @@ class _References:
         self._written = settings
         self._replaced: dict[str, Any] = {}
         self._open: set[str] = set()  # keys whose references are being replaced
-        self._room = _MOST
+        self._room = MOST
 
     def replaced(self) -> dict[str, Any]:
         return {key: self._value(key) for key in self._written}
@@ -196,5 +161,5 @@ class _References:
         text = str(self._value(reference[1])) if self._is_known(reference[1]) else reference[0]
         self._room -= len(text)
         if self._room < 0:
-            raise ValueError(f"its references have more than {_MOST:,} characters")
+            raise ValueError(f"its references have more than {MOST:,} characters")
         return text

@@ -18,6 +18,7 @@ from swift.cli.main import get_torchrun_args
 from swift_megatron_grpo.arguments.command_line import known_flags
 from swift_megatron_grpo.cli.main import COMMANDS, PROGRAM, parser_of
 from swift_megatron_grpo.generation.server.arguments import GRPORolloutArguments
+from swift_megatron_grpo.launch.roles import roles_of
 from tests.paths import REPOSITORY
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
@@ -25,7 +26,7 @@ MULTI_NODE = REPOSITORY / "docs" / "multi_node.md"
 OF_TORCHRUN = ("NNODES", "NODE_RANK", "NPROC_PER_NODE", "MASTER_ADDR", "MASTER_PORT")
 STARTS = {  # of commands, with their flags
     "swift rollout": {field.name for field in fields(GRPORolloutArguments)},
-    "megatron rlhf": known_flags(),
+    "megatron rlhf": known_flags() | {"config"},  # a file with roles
     "run.sh": known_flags(),
 }
 OPTIONS = {name: {option.removeprefix("--") for option in parser_of(name)._option_string_actions} for name in COMMANDS}
@@ -155,6 +156,7 @@ def test_tasks_of_slurm(run: Any, monkeypatch: pytest.MonkeyPatch, machines: int
 
 def containers(kind: str) -> dict[str, Any]:
     documents = [document for block in blocks(MULTI_NODE, "yaml") for document in yaml.safe_load_all(block)]
+    documents = [document for document in documents if "kind" in document]
     [manifest] = [document for document in documents if document["kind"] == kind]
     [service] = [
         document
@@ -177,3 +179,11 @@ def test_pods_of_kubernetes(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     variables = dict.fromkeys(OF_TORCHRUN, "") | server["variables"]
     [command] = run(server["args"][0], **variables)
     assert command[0] == "swift" and "--port 8000" in command[-1]
+
+
+def test_roles_of_one_file() -> None:
+    [text] = [block for block in blocks(MULTI_NODE, "yaml") if block.startswith("rlhf_type")]
+    roles = roles_of(yaml.safe_load(text), {}, {})
+    assert (roles.ranks, roles.machines, roles.servers, roles.gpus_of_server) == (16, 2, 4, 2)
+    for flags, known in ((roles.trainer_flags, STARTS["megatron rlhf"]), (roles.server_flags, STARTS["swift rollout"])):
+        assert {word.removeprefix("--") for word in flags if word.startswith("--")} <= known

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -180,27 +181,45 @@ def test_an_invalid_value_stops_a_rank_with_the_choices() -> None:
     assert "Traceback" not in result.stderr
 
 
-RAY = ["megatron", "rlhf", "--use_ray", "true"]
+@pytest.mark.parametrize(
+    ("words", "file"),
+    [
+        (["--use_ray", "true", *GRPO], ""),
+        (["--use_ray", *GRPO], ""),
+        (["--use_ray=true", "--config", "FILE"], "model: m\nrlhf_type: 'grpo'\n"),
+        (["--config", "FILE"], "rlhf_type: grpo\ntrain: {gpus: 4}\n"),
+        (["FILE", "--lr", "1"], '"rlhf_type": "grpo"\n"rollout":\n  gpus: 4\n'),
+        (["FILE"], "rlhf_type: grpo\nuse_ray: True\n"),
+        (["--config", "FILE", *GRPO], "device_groups: {nproc_per_node: 4}\n"),
+    ],
+)
+def test_grpo_with_roles_or_on_ray_becomes_the_launch(
+    words: list[str], file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(file)
+    words = [str(config) if word == "FILE" else word for word in words]
+    started: list[list[str]] = []
+
+    def execv(program: str, command: list[str]) -> NoReturn:
+        started.append(command)
+        raise SystemExit
+
+    monkeypatch.setattr("os.execv", execv)
+    with pytest.raises(SystemExit):
+        activation.activate(["megatron", "rlhf", *words], [PYTHON, "megatron", "rlhf", *words], {})
+    assert [command[-len(words) - 2 :] for command in started] == [["-m", "swift_megatron_grpo.launch", *words]]
+
+
+def test_a_rank_starts_no_ranks_on_ray() -> None:
+    """ms-swift's script has removed the flag from sys.argv."""
+    with pytest.raises(SystemExit, match="use `megatron rlhf --use_ray true`, without torchrun"):
+        activation.activate([RLHF, *GRPO], [PYTHON, RLHF, "--use_ray", *GRPO], {})
 
 
 @pytest.mark.parametrize(
-    ("argv", "orig_argv", "use"),
-    [
-        ([*RAY, *GRPO], [PYTHON, *RAY, *GRPO], "use --use_ray false with NPROC_PER_NODE=GPUS"),
-        ([RLHF, *GRPO], [PYTHON, RLHF, "--use_ray", *GRPO], "use --use_ray false"),  # ms-swift has removed the flag
-        ([*RAY, "--config", "FILE"], [PYTHON, *RAY, "--config", "FILE"], r"`swift-megatron-grpo convert .*run\.yaml`"),
-    ],
+    "words", [["--use_ray", "false", *GRPO], ["--use_ray", "true", "--rlhf_type", "gkd"], [*GRPO, "--config", "none"]]
 )
-def test_grpo_in_the_ray_pipeline_is_refused_with_what_to_use(
-    argv: list[str], orig_argv: list[str], use: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text("model: m\nrlhf_type: 'grpo'\n")
-    with pytest.raises(SystemExit, match=f"--use_ray true: .*{use}"):
-        activation.activate([str(file) if word == "FILE" else word for word in argv], orig_argv, {})
-
-
-@pytest.mark.parametrize("words", [["--use_ray", "false", *GRPO], ["--use_ray", "true", "--rlhf_type", "gkd"]])
 def test_runs_without_ray_and_other_types_of_rlhf_start(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", subprocess.run)  # which the launcher replaces
     activation.activate(["megatron", "rlhf", *words], [PYTHON, "megatron", "rlhf", *words], {})

@@ -76,7 +76,7 @@ started: list[Machine] = []
 class Machine:
     """A torchrun of a run on two machines, and its rank."""
 
-    def __init__(self, folder: Path, number: int, port: int, *flags: str, rank: str = RANK) -> None:
+    def __init__(self, folder: Path, number: int, port: int, *flags: str, rank: str = RANK, **environ: str) -> None:
         self.folder, self.number = folder, number
         script = folder / "swift" / "cli" / "_megatron" / "rlhf.py"
         script.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,8 @@ class Machine:
         command = [torchrun, "--nnodes", "2", "--nproc_per_node", "1", "--node_rank", str(number),
                    "--master_addr", "127.0.0.1", "--master_port", str(port), str(script), "--rlhf_type", "grpo",
                    "--output_dir", str(folder / "output"), *flags]  # fmt: skip
-        self.process, self._output = start_piped("trainer", "torchrun", *command, folder=folder, PYTHONPATH=IMPORT_PATH)
+        self.process, self._output = start_piped("trainer", "torchrun", *command, folder=folder, PYTHONPATH=IMPORT_PATH,
+                                                   **environ)  # fmt: skip
         started.append(self)
 
     def step(self) -> int:
@@ -193,6 +194,18 @@ def test_a_rank_that_fails_is_named_on_the_other_machine(folder: Path) -> None:
     assert "swift_megatron_grpo: machine 1 (" in line and "rank 1) has ended: local rank 0, exit code 1. The ra" in line
     code, output = machines[1].finish(90)
     assert code == 1 and "ValueError: a step failed" in output
+
+
+def test_what_has_started_torchrun_learns_which_rank_failed(folder: Path) -> None:
+    port = free_port()
+    said = [folder / "said0", folder / "said1"]
+    machines = [
+        Machine(folder, number, port, SWIFT_MEGATRON_GRPO_FAILURE=str(file)) for number, file in enumerate(said)
+    ]
+    wait_for_steps((machines[0], machines[1]), 5)
+    (folder / "fail").touch()
+    assert [machine.finish(60)[0] for machine in machines] == [1, 1]
+    assert said[1].read_text() == "rank 1 has ended: exit code 1" and not said[0].exists()
 
 
 def test_a_full_disk_of_one_machine_is_named_on_both(folder: Path) -> None:
