@@ -1,4 +1,4 @@
-"""Start the roles of a run: ranks and rollout servers, on Ray or as processes of this machine.
+"""Start the roles of a run: ranks and rollout servers, on Ray or as processes of the machines of a job.
 
 `megatron rlhf --config FILE` becomes this folder's command if the file has roles (`train`, `rollout`) or asks for Ray.
 The trainer and the servers know nothing of it: each is a command with the flags and the environment that a user would
@@ -14,7 +14,9 @@ capacity.py         refuses roles that do not fit on a cluster
 start.py            gives the members addresses and starts them
 supervision.py      watches the members, and ends all of them together
 on_ray.py           members as actors of Ray, in a placement group; the only file that imports ray
+devices.py          the GPUs of this machine
 on_this_machine.py  members as processes of this machine
+on_machines.py      members as processes of several machines, each of which runs the same command
 
-Tested by tests/unit/launch and tests/e2e/test_ray.py.
+Tested by tests/unit/launch and tests/e2e/test_roles.py.
 """

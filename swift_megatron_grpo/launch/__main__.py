@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from swift_megatron_grpo.launch.on_machines import run_on_machines, site_of
 from swift_megatron_grpo.launch.on_this_machine import run_on_this_machine
 from swift_megatron_grpo.launch.roles import Refused, Roles, environment_of, flags_of, roles_of
 from swift_megatron_grpo.launch.safe_yaml import MOST, parse_yaml
@@ -26,10 +27,17 @@ def main(words: Sequence[str]) -> int:
     roles = roles_of(file, typed, os.environ)
     if asks_for_check(roles.trainer_flags):
         _become_check(roles)
-    end = _run_on_ray(roles) if roles.use_ray else run_on_this_machine(roles, os.environ)
+    end = _run(roles)
     if end.line:
         print(f"swift_megatron_grpo: {end.line}", file=sys.stderr, flush=True)
     return end.code
+
+
+def _run(roles: Roles) -> End:
+    if roles.use_ray:
+        return _run_on_ray(roles)
+    site = site_of(os.environ)
+    return run_on_this_machine(roles, os.environ) if site is None else run_on_machines(roles, site, os.environ)
 
 
 def _run_on_ray(roles: Roles) -> End:
@@ -40,7 +48,7 @@ def _run_on_ray(roles: Roles) -> End:
             raise
         raise Refused(
             "use_ray true: ray is not installed; run `pip install 'swift-megatron-grpo[ray]'`, or set use_ray false, "
-            "which starts torchrun and servers on this machine"
+            "which starts torchrun and servers without Ray"
         ) from None
     return run_on_ray(roles, os.environ, "CPU" if torch.version.cuda is None else "GPU")
 

@@ -48,8 +48,15 @@ class StopRequest:
 class Supervision:
     """The members of one start of a run."""
 
-    def __init__(self, trainers: Sequence[Member], servers: Sequence[Member], flags: Sequence[str]) -> None:
-        """Watch these. `flags`: of the trainer."""
+    def __init__(
+        self,
+        trainers: Sequence[Member],
+        servers: Sequence[Member],
+        flags: Sequence[str],
+        elsewhere: Callable[[], End | None] = lambda: None,
+    ) -> None:
+        """Watch these. `flags`: of the trainer; `elsewhere`: how members of others have ended the run, if they have."""
+        self._elsewhere = elsewhere
         self._trainers, self._servers, self._flags = trainers, servers, list(flags)
         self._grace = seconds_of(self._flags, "stop_grace", DEFAULT_GRACE)
         self._seen: dict[str, State] = {}
@@ -73,6 +80,8 @@ class Supervision:
                 for trainer in self._trainers:
                     trainer.stop()
             if (end := self._end_of_ranks(stop)) is not None:
+                return end
+            if (end := self._elsewhere()) is not None:
                 return end
             if not passed and (end := self._end_of_servers()) is not None:
                 return end

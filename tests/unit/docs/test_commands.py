@@ -18,6 +18,7 @@ from swift.cli.main import get_torchrun_args
 from swift_megatron_grpo.arguments.command_line import known_flags
 from swift_megatron_grpo.cli.main import COMMANDS, PROGRAM, parser_of
 from swift_megatron_grpo.generation.server.arguments import GRPORolloutArguments
+from swift_megatron_grpo.launch.on_machines import Site, site_of
 from swift_megatron_grpo.launch.roles import roles_of
 from tests.paths import REPOSITORY
 
@@ -140,9 +141,13 @@ def test_machines_of_torchrun(run: Any, monkeypatch: pytest.MonkeyPatch) -> None
         assert torchrun_flags(command, monkeypatch) == expected(rank, "10.0.0.1", "29500")
 
 
+def scripts_of_slurm(machines: int) -> list[str]:
+    return [block for block in blocks(MULTI_NODE, "bash") if f"#SBATCH --nodes={machines}" in block]
+
+
 @pytest.mark.parametrize("machines", [2, 3])
 def test_tasks_of_slurm(run: Any, monkeypatch: pytest.MonkeyPatch, machines: int) -> None:
-    [block] = [block for block in blocks(MULTI_NODE, "bash") if f"#SBATCH --nodes={machines}" in block]
+    [block] = [block for block in scripts_of_slurm(machines) if "run.sh" in block]
     variables = {"SLURM_NNODES": str(machines), "SLURM_JOB_ID": "12345", "SLURM_JOB_NODELIST": "gpu[1-3]"}
     commands = run(block, NODE_RANK="", NNODES="", NPROC_PER_NODE="", MASTER_ADDR="", MASTER_PORT="", **variables)
     trainers = [command for command in commands if command[0] == "megatron"]
@@ -179,6 +184,14 @@ def test_pods_of_kubernetes(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     variables = dict.fromkeys(OF_TORCHRUN, "") | server["variables"]
     [command] = run(server["args"][0], **variables)
     assert command[0] == "swift" and "--port 8000" in command[-1]
+
+
+def test_roles_on_machines_of_slurm(run: Any) -> None:
+    [block] = [block for block in scripts_of_slurm(3) if "run.sh" not in block]
+    variables = {"SLURM_NNODES": "3", "SLURM_JOB_NODELIST": "gpu[1-3]", **dict.fromkeys(OF_TORCHRUN, "")}
+    commands = run(block, **variables)
+    assert commands == [["megatron", "", "", "", "gpu1", "", "rlhf --config roles.yaml"]] * 3
+    assert site_of({"SLURM_NNODES": "3", "SLURM_NODEID": "2", "MASTER_ADDR": "gpu1"}) == Site(2, 3, "gpu1", 29500)
 
 
 def test_roles_of_one_file() -> None:

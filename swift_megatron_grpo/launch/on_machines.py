@@ -1,0 +1,185 @@
+"""Run the members as processes of the machines of a job: Slurm or Kubernetes starts the same command on each of them.
+
+The first machines have the ranks, the next ones the servers. A store on machine 0, beside torchrun's, gives the
+addresses of the servers to the ranks, and tells every machine how the others have ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch import distributed as dist
+
+from swift_megatron_grpo.generation.protocol.api_key import API_KEY_FILE_VARIABLE, read_api_key
+from swift_megatron_grpo.launch.child import Child
+from swift_megatron_grpo.launch.commands import rollout, torchrun, url_of
+from swift_megatron_grpo.launch.devices import take, visible_devices
+from swift_megatron_grpo.launch.roles import Refused, Roles
+from swift_megatron_grpo.launch.start import variables_of_run
+from swift_megatron_grpo.launch.supervision import End, StopRequest, Supervision
+
+_STORE_SECONDS = 300.0  # for all machines to start
+_LOOK_SECONDS = 1.0
+_GONE_SECONDS = 60.0  # of a store that does not answer, after which a machine of servers ends
+_LAST_SECONDS = 30.0  # that machine 0 waits with its store for the others to end
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """This machine among those of the job."""
+
+    machine: int
+    machines: int
+    address: str  # of machine 0
+    port: int  # of torchrun's store; ours is the next one
+
+
+def site_of(environ: Mapping[str, str]) -> Site | None:
+    """Return the place of this machine by torchrun's variables, or Slurm's or Kubernetes' own; None: it is alone."""
+    machines = _first(environ, "NNODES", "SLURM_NNODES") or "1"
+    machine = _first(environ, "NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX") or "0"
+    port = environ.get("MASTER_PORT") or "29500"
+    if machines == "1":
+        return None
+    if not (machines.isdecimal() and machine.isdecimal() and int(machine) < int(machines)):
+        raise Refused(f"NNODES={machines} and NODE_RANK={machine}: number the {machines} machines from 0 (NODE_RANK)")
+    if not environ.get("MASTER_ADDR"):
+        raise Refused("MASTER_ADDR is not set: it is the name of machine 0, on all machines (docs/multi_node.md)")
+    if not (port.isdecimal() and 0 < int(port) < 2**16 - 1):
+        raise Refused(f"MASTER_PORT={port} is not a port with a next one; use MASTER_PORT=29500")
+    return Site(int(machine), int(machines), environ["MASTER_ADDR"], int(port))
+
+
+def _first(environ: Mapping[str, str], *names: str) -> str | None:
+    return next((environ[name] for name in names if environ.get(name)), None)
+
+
+def servers_of_machines(roles: Roles, machines: int, gpus: int | None) -> list[range]:
+    """Return the numbers of the servers of each machine. `gpus`: of one machine; None: they compute on CPUs."""
+    if roles.machines > machines:
+        raise Refused(f"nnodes {roles.machines} is more than the {machines} machines of the job; start it on as many")
+    order = [*range(roles.machines, machines), *range(roles.machines)]  # beside ranks last
+    found, left = [range(0)] * machines, range(roles.servers)
+    for machine in order:
+        free = None if gpus is None else gpus - (roles.ranks_of_machine if machine < roles.machines else 0)
+        if free is not None and free < 0:
+            raise Refused(f"train: machines have {gpus} GPUs, and {roles.ranks_of_machine} ranks each; use more nnodes")
+        room = -(-roles.servers // max(1, machines - roles.machines)) if free is None else free // roles.gpus_of_server
+        found[machine], left = left[:room], left[room:]
+    if left:
+        raise Refused(f"rollout: {len(left)} of {roles.servers} servers find no GPUs; add machines or use less")
+    idle = next((machine for machine in order if machine >= roles.machines and not found[machine]), None)
+    if idle is not None:
+        raise Refused(f"machine {idle} has neither ranks nor servers; set nnodes: {machines}, or start fewer machines")
+    return found
+
+
+def run_on_machines(roles: Roles, site: Site, environ: Mapping[str, str]) -> End:
+    """Run the part of this machine until the run ends everywhere."""
+    if roles.servers and read_api_key(environ) is None:
+        raise Refused(
+            f"servers on several machines need a key: set {API_KEY_FILE_VARIABLE} to a file that only you can read, "
+            "on all machines"
+        )
+    if roles.max_failures:
+        raise Refused("max_failures needs Ray on several machines; leave it out: the cluster starts a job again")
+    devices = visible_devices(environ)
+    numbers = servers_of_machines(roles, site.machines, None if devices is None else len(devices))[site.machine]
+    stop = StopRequest()
+    try:
+        others = _Others(site, range(roles.machines))
+        supervision = _start(roles, site, others, numbers, list(devices or ()), environ)
+    except (RuntimeError, OSError) as error:  # of the store
+        raise Refused(
+            f"machine 0 ({site.address}), or a server of the job, does not answer at port {site.port + 1}, the one "
+            f"after MASTER_PORT; start the same command on all machines, and open the port between them: {error}"
+        ) from None
+    end = supervision.until_end(stop)
+    others.leave(end)
+    return end
+
+
+def _start(
+    roles: Roles, site: Site, others: _Others, numbers: range, left: list[str], environ: Mapping[str, str]
+) -> Supervision:
+    """Start the members of this machine: servers first, because the ranks need their addresses."""
+    variables, folder = variables_of_run(environ), os.getcwd()
+    has_ranks = site.machine < roles.machines
+    of_ranks = {**environ, **take(left, roles.ranks_of_machine if has_ranks else 0)}
+    servers = []
+    for number in numbers:
+        server = Child(f"rollout server {number}", others.host, {**environ, **take(left, roles.gpus_of_server)})
+        host, port = server.place()
+        server.start(rollout(roles.server_flags, host, port), variables, folder, f"{url_of(host, port)}/health")
+        others.store.set(f"server/{number}", url_of(host, port))
+        servers.append(server)
+    if not has_ranks:
+        return Supervision([], servers, roles.trainer_flags, others.end)
+    urls = [others.store.get(f"server/{number}").decode() for number in range(roles.servers)]
+    flags = roles.trainer_flags + (("--vllm_server_base_url", *urls) if urls else ())
+    ranks = Child(f"machine {site.machine}", others.host, of_ranks)
+    words = torchrun(flags, roles.ranks_of_machine, roles.machines, site.machine, site.address, site.port)
+    ranks.start(words, variables, folder, None)
+    return Supervision([ranks], servers, flags, others.end)
+
+
+class _Others:
+    """The other machines of the job."""
+
+    def __init__(self, site: Site, with_ranks: range) -> None:
+        self._site, self._ranks = site, with_ranks
+        limit = timedelta(seconds=_STORE_SECONDS)
+        self.store: Any = dist.TCPStore(
+            site.address, site.port + 1, None, site.machine == 0, limit, wait_for_workers=False
+        )
+        # the address of this machine that machine 0 reaches
+        with socket.create_connection((site.address, site.port + 1), _STORE_SECONDS) as connection:
+            self.host: str = connection.getsockname()[0]
+        self._end: End | None = None
+        self._heard = time.monotonic()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        """Look for the ends of other machines. A thread, because a store whose link is cut answers nothing."""
+        has_ranks = self._site.machine in self._ranks
+        while self._end is None:
+            with suppress(RuntimeError, ValueError):  # it answers no more
+                ends = dict(self._ends())
+                self._heard = time.monotonic()
+                failed = next((end for end in ends.values() if end.code), None)
+                if failed is not None:
+                    self._end = failed
+                elif not has_ranks and all(machine in ends for machine in self._ranks):
+                    self._end = End(0)
+            if not has_ranks and time.monotonic() - self._heard > _GONE_SECONDS:
+                self._end = End(1, f"machine 0 ({self._site.address}) does not answer; its servers here are ended")
+            time.sleep(_LOOK_SECONDS)
+
+    def _ends(self) -> Iterator[tuple[int, End]]:
+        for machine in range(self._site.machines):
+            if machine != self._site.machine and self.store.check([f"end/{machine}"]):
+                code, line = json.loads(self.store.get(f"end/{machine}"))
+                yield machine, End(code, line)
+
+    def end(self) -> End | None:
+        """Return the end of the run if another machine has caused it, or if its ranks have ended."""
+        return self._end
+
+    def leave(self, end: End) -> None:
+        """Tell the others; machine 0, which has the store, waits for them."""
+        with suppress(RuntimeError):
+            self.store.set(f"end/{self._site.machine}", json.dumps([end.code, end.line]))
+            limit = time.monotonic() + _LAST_SECONDS
+            while self._site.machine == 0 and time.monotonic() < limit:
+                if len(dict(self._ends())) == self._site.machines - 1:
+                    break
+                time.sleep(_LOOK_SECONDS)
