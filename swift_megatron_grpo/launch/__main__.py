@@ -47,7 +47,7 @@ def _run_on_ray(roles: Roles) -> End:
         if error.name != "ray":
             raise
         raise Refused(
-            "use_ray true: ray is not installed; run `pip install 'swift-megatron-grpo[ray]'`, or set use_ray false, "
+            'use_ray true: ray is not installed; run `pip install ".[ray]"` in the clone, or set use_ray false, '
             "which starts torchrun and servers without Ray"
         ) from None
     return run_on_ray(roles, os.environ, "CPU" if torch.version.cuda is None else "GPU")

@@ -1,6 +1,6 @@
 """Run the members as processes of the machines of a job: Slurm or Kubernetes starts the same command on each of them.
 
-The first machines have the ranks, the next ones the servers. A store on machine 0, beside torchrun's, gives the
+The first machines have the ranks, the next ones the servers. A store on machine 0, next to torchrun's, gives the
 addresses of the servers to the ranks, and tells every machine how the others have ended.
 """
 
@@ -67,7 +67,7 @@ def servers_of_machines(roles: Roles, machines: int, gpus: int | None) -> list[r
     """Return the numbers of the servers of each machine. `gpus`: of one machine; None: they compute on CPUs."""
     if roles.machines > machines:
         raise Refused(f"nnodes {roles.machines} is more than the {machines} machines of the job; start it on as many")
-    order = [*range(roles.machines, machines), *range(roles.machines)]  # beside ranks last
+    order = [*range(roles.machines, machines), *range(roles.machines)]  # those with ranks last
     found, left = [range(0)] * machines, range(roles.servers)
     for machine in order:
         free = None if gpus is None else gpus - (roles.ranks_of_machine if machine < roles.machines else 0)

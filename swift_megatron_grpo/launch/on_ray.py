@@ -178,8 +178,8 @@ class _Actor:
             place: tuple[str, int] = ray.get(self._handle.place.remote())
         except RayActorError as error:
             raise Refused(
-                f"{self.name}: its actor cannot start; install the same swift-megatron-grpo on all machines of the "
-                f"cluster: {str(error).strip().splitlines()[-1]}"
+                f"{self.name}: its actor cannot start; all machines of the cluster need this version of this package: "
+                f"{str(error).strip().splitlines()[-1]}"
             ) from None
         self._host = place[0]
         return place

@@ -23,12 +23,12 @@ _OF_BOTH = {
     "model", "model_type", "model_revision", "use_hf", "hub_token", "torch_dtype", "template", "system",
     "enable_thinking", "preserve_thinking", "add_non_thinking_prefix", "agent_template", "response_prefix",
     "max_pixels", "norm_bbox", "model_kwargs", "external_plugins", "custom_register_path", "multi_turn_scheduler",
-    "max_turns", "use_gym_env", "gym_env", "context_manager", "rollout_quantization",
+    "max_turns", "use_gym_env", "gym_env", "rollout_quantization",
 }  # fmt: skip
 # Flags that a server alone has; vLLM's are those that begin with vllm_, except the trainer's.
 _OF_SERVER = {
-    "agent", "health_timeout", "max_body_bytes", "max_prompt_characters", "max_messages", "max_nesting",
-    "max_requests", "max_connections", "body_timeout", "idle_timeout", "max_media_bytes",
+    "agent", "context_manager", "health_timeout", "max_body_bytes", "max_prompt_characters", "max_messages",
+    "max_nesting", "max_requests", "max_connections", "body_timeout", "idle_timeout", "max_media_bytes",
 }  # fmt: skip
 _OF_TRAINER = ("vllm_mode", "vllm_request_timeout")
 _ADDRESSES = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")

@@ -214,5 +214,5 @@ def test_roles_that_do_not_fit_on_a_cluster_are_refused(gpus: list[int], text: s
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "swift_megatron_grpo.launch.on_ray", raising=False)
-    with pytest.raises(Refused, match=r"ray is not installed; run `pip install 'swift-megatron-grpo\[ray\]'`, or set"):
+    with pytest.raises(Refused, match=r'ray is not installed; run `pip install "\.\[ray\]"` in the clone, or set'):
         main(["--rlhf_type", "grpo", "--use_ray", "true", "--device_groups", DEVICES])
