@@ -145,13 +145,14 @@ class _Others:
         with socket.create_connection((site.address, site.port + 1), _STORE_SECONDS) as connection:
             self.host: str = connection.getsockname()[0]
         self._end: End | None = None
+        self._leaves = threading.Event()
         self._heard = time.monotonic()
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
         """Look for the ends of other machines. A thread, because a store whose link is cut answers nothing."""
         has_ranks = self._site.machine in self._ranks
-        while self._end is None:
+        while self._end is None and not self._leaves.wait(_LOOK_SECONDS):
             with suppress(RuntimeError, ValueError):  # it answers no more
                 ends = dict(self._ends())
                 self._heard = time.monotonic()
@@ -162,7 +163,6 @@ class _Others:
                     self._end = End(0)
             if not has_ranks and time.monotonic() - self._heard > _GONE_SECONDS:
                 self._end = End(1, f"machine 0 ({self._site.address}) does not answer; its servers here are ended")
-            time.sleep(_LOOK_SECONDS)
 
     def _ends(self) -> Iterator[tuple[int, End]]:
         for machine in range(self._site.machines):
@@ -176,6 +176,7 @@ class _Others:
 
     def leave(self, end: End) -> None:
         """Tell the others; machine 0, which has the store, waits for them."""
+        self._leaves.set()  # the thread looks no more at a store that is about to close
         with suppress(RuntimeError):
             self.store.set(f"end/{self._site.machine}", json.dumps([end.code, end.line]))
             limit = time.monotonic() + _LAST_SECONDS
