@@ -168,7 +168,7 @@ class _Others:
         for machine in range(self._site.machines):
             if machine != self._site.machine and self.store.check([f"end/{machine}"]):
                 code, line = json.loads(self.store.get(f"end/{machine}"))
-                yield machine, End(code, line)
+                yield machine, End(code, f"machine {machine}: {line}" if line else "")
 
     def end(self) -> End | None:
         """Return the end of the run if another machine has caused it, or if its ranks have ended."""

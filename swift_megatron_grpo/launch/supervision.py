@@ -136,7 +136,9 @@ class Supervision:
                 say(f"{server.name} has ended, and is started again at its address")
             if _has_ended(state) and not _has_ended(before):
                 if not state.restarts and not state.is_lost:
-                    return End(1, f"{server.name} ended with exit code {state.code} before it was ready; see above why")
+                    return End(
+                        1, f"{server.name} ended with exit code {state.code} before it was ready, and says why above"
+                    )
                 say(f"{server.name} is lost, and is not started again; the ranks go on with the other servers")
         return None
 

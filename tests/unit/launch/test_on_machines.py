@@ -106,4 +106,4 @@ def test_a_failure_of_one_machine_ends_the_others() -> None:
     with ThreadPoolExecutor(2) as threads:
         first, servers = threads.map(lambda site: _Others(site, range(1)), sites)
         servers.leave(End(1, "rollout server 0 ended"))
-        assert wait_for_end(first) == End(1, "rollout server 0 ended")
+        assert wait_for_end(first) == End(1, "machine 1: rollout server 0 ended")
