@@ -74,7 +74,7 @@ def test_the_sound_of_videos_is_heard_alike_and_a_lost_one_is_detected(folder: P
     model = make_model(folder / "hearing", "qwen3_omni_moe")
     dataset = make_dataset(folder / "heard-rows", [1, 0], [1, 2, 0])
     for number, file in enumerate(sorted(dataset.parent.glob("*.mp4"))):
-        add_sound(file, (0.7, 4.5)[number % 2], number)
+        add_sound(file, (0.7, 4.2)[number % 2], number)
     flags = [*FLAGS, *EVERYTHING, COLOURS[0], COLOURS[1], str(PLUGINS / "sync_faults.py")]
     environment = {"FAULTS": "recording", "USE_AUDIO_IN_VIDEO": "true"}
     run = megatron_rlhf(model, dataset, folder / "heard-run", 1, flags, environment, rewards=False)
