@@ -162,16 +162,22 @@ def test_a_run_that_resumes_drafts_from_its_dump(folder: Path, dense: Path) -> N
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_completions_of_a_released_model_are_the_same(tmp_path: Path) -> None:
-    """144 completions of SmolLM2, in three rollouts of eight questions. It takes minutes, and an index that has it."""
+    """504 completions of SmolLM2, in three rollouts of eight questions. It takes minutes, and an index that has it.
+
+    Its nine heads cannot be divided by two ranks: the run above has them, with another model.
+    """
     done = get_model(tmp_path / "smollm2")
     if done.returncode:
         pytest.skip(f"get-model: {done.stderr[-500:]}")
-    report = report_of(tmp_path / "smollm2", QUESTIONS, 6, 32, 48, [], "released model")
+    report = report_of(tmp_path / "smollm2", QUESTIONS, 21, 24, 40, [], "released model")
     for rollout, (without, drafted) in report.items():
         assert_equal(without, drafted, bound=2 * EXACT)  # 1.34e-5 was the largest
-        assert len(drafted["results"]) == 48 and drafted["accepted"] > 0
+        assert len(drafted["results"]) == 168 and drafted["accepted"] > 0
         assert drafted["steps"] < without["steps"]
-        print(rollout, {name: value for name, value in drafted.items() if name != "results"}, without["steps"])
+        far = [abs(a - b) for pair in zip(without["results"], drafted["results"], strict=True)
+               for a, b in zip(pair[0][1], pair[1][1], strict=True)]  # fmt: skip
+        counts = {name: value for name, value in drafted.items() if name != "results"}
+        print(rollout, counts, f"{without['steps']} steps without, log-probs within {max(far):.3g}")
     assert sum(runs[1]["preempted"] for runs in report.values()) > 0
 
 
