@@ -1,11 +1,13 @@
 """Run the members as processes of the machines of a job: Slurm or Kubernetes starts the same command on each of them.
 
 The first machines have the ranks, the next ones the servers. A store on machine 0, next to torchrun's, gives the
-addresses of the servers to the ranks, and tells every machine how the others have ended.
+addresses of the servers to the ranks, and tells every machine how the others have ended. Everyone may write to a store
+of torch, so what is in it is signed with the key of the servers.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 import socket
@@ -96,7 +98,7 @@ def run_on_machines(roles: Roles, site: Site, environ: Mapping[str, str]) -> End
     numbers = servers_of_machines(roles, site.machines, None if devices is None else len(devices))[site.machine]
     stop = StopRequest()
     try:
-        others = _Others(site, range(roles.machines))
+        others = _Others(site, range(roles.machines), read_api_key(environ) or "")
         supervision = _start(roles, site, others, numbers, list(devices or ()), environ)
     except (RuntimeError, OSError) as error:  # of the store
         raise Refused(
@@ -120,12 +122,17 @@ def _start(
         server = Child(f"rollout server {number}", others.host, {**environ, **take(left, roles.gpus_of_server)})
         host, port = server.place()
         server.start(rollout(roles.server_flags, host, port), variables, folder, f"{url_of(host, port)}/health")
-        others.store.set(f"server/{number}", url_of(host, port))
+        others.say(f"server/{number}", url_of(host, port))
         servers.append(server)
     if not has_ranks:
         return Supervision([], servers, roles.trainer_flags, others.end)
-    urls = [others.store.get(f"server/{number}").decode() for number in range(roles.servers)]
-    flags = roles.trainer_flags + (("--vllm_server_base_url", *urls) if urls else ())
+    urls = [others.heard(f"server/{number}") for number in range(roles.servers)]
+    if None in urls:
+        raise Refused(
+            f"the address of rollout server {urls.index(None)} in the store of machine 0 is not signed with the key of "
+            f"this machine; set {API_KEY_FILE_VARIABLE} to the same key on all machines"
+        )
+    flags = roles.trainer_flags + (("--vllm_server_base_url", *map(str, urls)) if urls else ())
     ranks = Child(f"machine {site.machine}", others.host, of_ranks)
     words = torchrun(flags, roles.ranks_of_machine, roles.machines, site.machine, site.address, site.port)
     ranks.start(words, variables, folder, None)
@@ -135,10 +142,10 @@ def _start(
 class _Others:
     """The other machines of the job."""
 
-    def __init__(self, site: Site, with_ranks: range) -> None:
-        self._site, self._ranks = site, with_ranks
+    def __init__(self, site: Site, with_ranks: range, key: str) -> None:
+        self._site, self._ranks, self._key = site, with_ranks, key.encode()
         limit = timedelta(seconds=_STORE_SECONDS)
-        self.store: Any = dist.TCPStore(
+        self._store: Any = dist.TCPStore(
             site.address, site.port + 1, None, site.machine == 0, limit, wait_for_workers=False
         )
         # the address of this machine that machine 0 reaches
@@ -164,10 +171,25 @@ class _Others:
             if not has_ranks and time.monotonic() - self._heard > _GONE_SECONDS:
                 self._end = End(1, f"machine 0 ({self._site.address}) does not answer; its servers here are ended")
 
+    def say(self, name: str, text: str) -> None:
+        """Write a text to the store, signed."""
+        self._store.set(name, f"{self._signature(name, text)} {text}")
+
+    def heard(self, name: str) -> str | None:
+        """Return the text of this name once it is there; None if another key has signed it, or none."""
+        signature, _, text = self._store.get(name).decode(errors="replace").partition(" ")
+        is_ours = hmac.compare_digest(signature.encode(), self._signature(name, text).encode())
+        return text if is_ours else None
+
+    def _signature(self, name: str, text: str) -> str:
+        return hmac.new(self._key, f"{name} {text}".encode(), "sha256").hexdigest()
+
     def _ends(self) -> Iterator[tuple[int, End]]:
         for machine in range(self._site.machines):
-            if machine != self._site.machine and self.store.check([f"end/{machine}"]):
-                code, line = json.loads(self.store.get(f"end/{machine}"))
+            if machine == self._site.machine or not self._store.check([f"end/{machine}"]):
+                continue
+            if (text := self.heard(f"end/{machine}")) is not None:
+                code, line = json.loads(text)
                 yield machine, End(code, f"machine {machine}: {line}" if line else "")
 
     def end(self) -> End | None:
@@ -178,7 +200,7 @@ class _Others:
         """Tell the others; machine 0, which has the store, waits for them."""
         self._leaves.set()  # the thread looks no more at a store that is about to close
         with suppress(RuntimeError):
-            self.store.set(f"end/{self._site.machine}", json.dumps([end.code, end.line]))
+            self.say(f"end/{self._site.machine}", json.dumps([end.code, end.line]))
             limit = time.monotonic() + _LAST_SECONDS
             while self._site.machine == 0 and time.monotonic() < limit:
                 if len(dict(self._ends())) == self._site.machines - 1:

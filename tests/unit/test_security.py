@@ -33,10 +33,12 @@ LISTENERS = {"create_server", "start_server", "bind", "HTTPServer", "TCPServer",
 LISTENS = {
     "weights/transport/rendezvous.py": {"create_server"},
     "generation/conversations/proxy.py": {"create_server"},  # 127.0.0.1 alone
+    "launch/on_machines.py": {"TCPStore"},  # whose values are signed
     "runtime/machines.py": {"TCPStore"},  # a client: it does not listen
     # look whether a port is free, and close it
     "cli/doctor/command.py": {"create_server"},
     "generation/server/arguments.py": {"create_server"},
+    "launch/child.py": {"create_server"},
 }
 SECRET = re.compile(r"secret|api_key|^_key$|^mac$|^proof$")
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from time import monotonic, sleep
 
 import pytest
+from torch import distributed as dist
 
 from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
 from swift_megatron_grpo.launch.on_machines import Site, _Others, run_on_machines, servers_of_machines, site_of
@@ -90,7 +92,7 @@ def test_machines_learn_how_others_ended() -> None:
     port = free_port()
     sites = [Site(number, 3, "127.0.0.1", port) for number in range(3)]
     with ThreadPoolExecutor(3) as threads:
-        first, second, servers = threads.map(lambda site: _Others(site, range(2)), sites)
+        first, second, servers = threads.map(lambda site: _Others(site, range(2), "a key"), sites)
         assert servers.host == "127.0.0.1"
         left = [threads.submit(first.leave, End(0)), threads.submit(second.leave, End(0))]
         assert wait_for_end(servers) == End(0)
@@ -100,10 +102,30 @@ def test_machines_learn_how_others_ended() -> None:
             each.result(20)
 
 
+def test_what_a_stranger_writes_is_not_taken() -> None:
+    """It reaches the store, as everyone does, and has another key or none."""
+    site = Site(0, 3, "127.0.0.1", free_port())
+    own = _Others(site, range(1), "a key")
+    own.say("server/0", "http://a:1")
+    assert own.heard("server/0") == "http://a:1"
+    stranger = dist.TCPStore("127.0.0.1", site.port + 1, is_master=False)
+    signed = stranger.get("server/0")
+    for forged in (b"http://evil:1", signed.replace(b"a:1", b"b:1"), b"", b"\xff " * 9, signed[1:]):
+        stranger.set("server/0", forged)
+        assert own.heard("server/0") is None
+    stranger.set("server/1", signed)  # of another server
+    assert own.heard("server/1") is None
+    stranger.set("end/1", "[1, 2]")
+    _Others(replace(site, machine=2), range(1), "another key").say("end/2", '[1, "evil"]')
+    sleep(1.5)
+    assert dict(own._ends()) == {} and own.end() is None
+    own._leaves.set()
+
+
 def test_a_failure_of_one_machine_ends_the_others() -> None:
     port = free_port()
     sites = [Site(number, 2, "127.0.0.1", port) for number in range(2)]
     with ThreadPoolExecutor(2) as threads:
-        first, servers = threads.map(lambda site: _Others(site, range(1)), sites)
+        first, servers = threads.map(lambda site: _Others(site, range(1), "a key"), sites)
         servers.leave(End(1, "rollout server 0 ended"))
         assert wait_for_end(first) == End(1, "machine 1: rollout server 0 ended")
