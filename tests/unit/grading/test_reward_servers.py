@@ -49,8 +49,8 @@ class Peer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.to_bad: Reply | None = None
         self.to_next: Callable[[], Reply | None] = lambda: None
-        self.seconds = 0.0
-        self.lock = threading.Lock()
+        self.together = 0  # answers wait until so many are asked at once, and then for more
+        self.lock = threading.Condition()
         self.busy = self.most_busy = self.asked = 0
         self.keys: set[str | None] = set()
 
@@ -85,7 +85,9 @@ class Handler(BaseHTTPRequestHandler):
             peer.asked += 1
             peer.busy += 1
             peer.most_busy = max(peer.most_busy, peer.busy)
-        time.sleep(peer.seconds)
+            peer.lock.notify_all()
+            peer.lock.wait_for(lambda: peer.most_busy >= peer.together, timeout=15)
+        time.sleep(0.2 if peer.together else 0)
         with peer.lock:
             peer.busy -= 1
             reply = peer.to_bad if "bad" in text else peer.to_next()
@@ -121,10 +123,9 @@ def call(server: RewardServer, texts: list[str]) -> Scores:
 
 @pytest.mark.parametrize("route", [CLASSIFY, POOLING, JUDGE])
 def test_every_completion_gets_its_own_score_and_64_are_asked_at_once(peer: Peer, route: str) -> None:
-    peer.seconds = 0.2
     texts = ["x" * (1 + number % 50) for number in range(3 * AT_ONCE)]
     peer.caller(route).check()
-    asked = peer.asked
+    asked, peer.together = peer.asked, AT_ONCE
     assert call(peer.caller(route), texts) == [[float(len(text))] for text in texts]
     assert peer.asked == asked + len(texts) and peer.most_busy == AT_ONCE == 64 and peer.keys == {"Bearer a key"}
 
