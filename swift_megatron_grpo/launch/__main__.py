@@ -28,6 +28,7 @@ def main(words: Sequence[str]) -> int:
     if asks_for_check(roles.trainer_flags):
         _become_check(roles)
     end = _run(roles)
+    sys.stdout.flush()  # Ray prints what the members say; the line below is the last one
     if end.line:
         print(f"swift_megatron_grpo: {end.line}", file=sys.stderr, flush=True)
     return end.code
