@@ -40,7 +40,7 @@ _LOG_SECONDS = 1.5  # for the last lines of the actors to arrive
 def run_on_ray(roles: Roles, environ: Mapping[str, str], device: str) -> End:
     """Run these roles on the cluster of RAY_ADDRESS, on the one that runs here, or on this machine alone.
 
-    `device`: GPU or CPU, of which every rank needs one.
+    `device`: GPU or CPU. Every rank needs one.
     """
     _connect(environ)
     refuse_too_few(roles, device, [node["Resources"] for node in ray.nodes() if node["Alive"]])

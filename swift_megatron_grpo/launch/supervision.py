@@ -139,7 +139,7 @@ class Supervision:
                     return End(
                         1, f"{server.name} ended with exit code {state.code} before it was ready, and says why above"
                     )
-                say(f"{server.name} is lost, and is not started again; the ranks go on with the other servers")
+                say(f"{server.name} is lost, and is not started again; the ranks continue with the other servers")
         return None
 
     def _end_servers(self) -> None:

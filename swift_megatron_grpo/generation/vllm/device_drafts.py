@@ -59,6 +59,8 @@ class DeviceDrafts:
 
     def __init__(self, vllm_config: Any, device: torch.device, state: Any) -> None:
         """`state`: vLLM's RequestState, whose rows are read, and which says when a request begins and ends."""
+        from swift_megatron_grpo.generation.vllm.draft_kernel import blocks_of
+
         self._most: int = vllm_config.speculative_config.num_speculative_tokens
         self._state = state
         self._prompts: dict[bytes, _Prompt] = {}
@@ -72,7 +74,8 @@ class DeviceDrafts:
         self._drafts = torch.zeros((state.max_num_reqs, self._most), dtype=torch.int64, device=device)
         self._counts = torch.zeros(2, dtype=torch.int64, device=device)  # steps of requests, and drafts
         self._tokens = 0
-        self._scores: torch.Tensor | None = None
+        shape = (state.max_num_reqs, SOURCES, blocks_of(state.max_model_len))
+        self._scores = torch.zeros(shape, dtype=torch.int64, device=device)
         self._add, self._remove = state.add_request, state.remove_request
         state.add_request, state.remove_request = self._begin, self._end
 
@@ -105,13 +108,10 @@ class DeviceDrafts:
         steps = (sampled[: batch.num_reqs] > 0).sum()
         self._counts += torch.stack([steps, steps * depth])
         if depth:
-            from swift_megatron_grpo.generation.vllm.draft_kernel import Kept, Running, blocks_of, propose
+            from swift_megatron_grpo.generation.vllm.draft_kernel import Kept, Running, propose
 
             self._send_sources()
             state, kept = self._state, self._kept
-            if self._scores is None:
-                shape = (state.max_num_reqs, SOURCES, blocks_of(state.max_model_len))
-                self._scores = torch.zeros(shape, dtype=torch.int64, device=self._drafts.device)
             running = Running(state.all_token_ids.gpu, state.total_len.gpu, state.prompt_len.gpu)
             ended = Kept(kept.tokens, kept.begins, kept.starts, kept.lengths)
             propose(running, ended, self._sources, batch.idx_mapping, sampled, last,
@@ -140,7 +140,7 @@ class DeviceDrafts:
                 self._ended.add(number)
         return slot
 
-    # ---- what the engine calls, of which every rank does the same
+    # ---- what the engine calls; all of its ranks make the same calls
 
     def follow(self, runner: Any) -> None: ...
 
