@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ _EXIT_SECONDS = 30.0  # between the exit of the first rank and that of the last
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _NOTHING_SAVED = "{} ended the run before its first step; nothing was saved"
 _STOPPED = {128 + number for number in _SIGNALS}  # exit codes of a rank that has stopped
+_FOLLOWING = (-signal.SIGABRT, -signal.SIGTERM)  # exit codes of a rank that ends because another one has
 
 
 def hook_torchrun(args: list[str]) -> None:
@@ -67,13 +69,14 @@ def _patch(api: ModuleType, args: list[str], refusals: Path) -> None:
         if result is not None and not result.failures:
             self.loss.tell_others("")
         elif result is not None:
-            first = min(result.failures.values(), key=lambda failure: failure.timestamp)  # torchrun killed the others
+            first = _first(result.failures[each] for each in self.ended if each in result.failures)
             self.loss.tell_others(f"local rank {first.local_rank}, {_how(first.exitcode)}")
             if FAILURE_VARIABLE in os.environ:
                 _leave_to_launch(f"rank {self.envs[first.local_rank]['RANK']} has ended: {_how(first.exitcode)}")
         return result
 
     def close(self: Any, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        self.ended = [each for each, handler in self.subprocess_handlers.items() if handler.proc.poll() is not None]
         stock_close(self, death_sig or signal.SIGKILL, timeout)
 
     context.start, context.wait, context.close = start, wait, close
@@ -174,6 +177,14 @@ def _leave_to_launch(reason: str) -> NoReturn:
     """Exit without torchrun's table: what has started this torchrun prints the last line of the run."""
     Path(os.environ[FAILURE_VARIABLE]).write_text(reason, encoding="utf-8")
     _exit(1)
+
+
+def _first(failures: Iterable[Any]) -> Any:
+    """Return the failure that the others followed. Their times are whole seconds: a busy torchrun sees several at once.
+
+    A rank that loses a connection to another one raises or aborts; no rank is killed because another one has ended.
+    """
+    return min(failures, key=lambda each: (each.exitcode in _FOLLOWING or each.exitcode > 0, each.timestamp))
 
 
 def _how(code: int) -> str:

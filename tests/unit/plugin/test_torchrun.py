@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from swift_megatron_grpo.arguments.environment import import_plugin
@@ -67,6 +68,10 @@ if "has-a-wrong-parser" in sys.argv:
         time.sleep(1)
         int("many")
 ready()
+if "follows" in sys.argv and rank == 0:
+    while not os.path.exists("killed"):
+        time.sleep(0.05)
+    raise ConnectionError("rank 1 has closed its connection")
 if "fails" in sys.argv and rank == 0:
     raise ValueError("a step failed")
 time.sleep(60)
@@ -78,7 +83,7 @@ class Torchrun:
     users do. It forks ranks that are scripts, and starts a process for one that is a module, or for each on a GPU.
     """
 
-    def __init__(self, folder: Path, how: str, *flags: str, rank: str = "script") -> None:
+    def __init__(self, folder: Path, how: str, *flags: str, rank: str = "script", **environ: str) -> None:
         self.folder = folder
         script = folder / "swift" / "cli" / "_megatron" / "rlhf.py"
         script.parent.mkdir(parents=True)
@@ -91,7 +96,7 @@ class Torchrun:
         command += [str(script)] if rank == "script" else ["-m", "swift.cli._megatron.rlhf"]
         command += ["--rlhf_type", "grpo", how, *flags]
         path = f"{folder}:{IMPORT_PATH}" if rank == "module" else IMPORT_PATH
-        self.process, self._output = start_piped("trainer", "torchrun", *command, folder=folder, PYTHONPATH=path)
+        self.process, self._output = start_piped("trainer", "torchrun", *command, folder=folder, PYTHONPATH=path, **environ)
         end = time.monotonic() + 60
         while not all(self.pid_file(rank).exists() for rank in (0, 1)) and time.monotonic() < end:
             time.sleep(0.05)
@@ -161,6 +166,27 @@ def test_if_a_rank_fails_the_others_are_killed_and_not_asked_to_stop(tmp_path: P
     assert code == 1 and seconds < 15  # torch alone would wait for 30 s
     assert "ValueError: a step failed" in output and "ChildFailedError" in output
     assert torchrun.ranks_are_gone()
+
+
+def test_the_rank_that_failed_first_is_the_reason(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    Torchrun(tmp_path, "fails", SWIFT_MEGATRON_GRPO_FAILURE=str(said)).finish()
+    assert said.read_text() == "rank 0 has ended: exit code 1"  # torchrun has killed rank 1 in the same second
+
+
+def test_a_killed_rank_is_the_reason_even_if_another_one_ends_before_torchrun_looks(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    torchrun = Torchrun(tmp_path, "follows", SWIFT_MEGATRON_GRPO_FAILURE=str(said))
+    torchrun.send_signal(signal.SIGSTOP)  # a busy machine
+    following, killed = (psutil.Process(int(torchrun.pid_file(rank).read_text())) for rank in (0, 1))
+    killed.kill()
+    (tmp_path / "killed").touch()
+    end = time.monotonic() + 30
+    while following.status() != psutil.STATUS_ZOMBIE and time.monotonic() < end:
+        time.sleep(0.05)
+    torchrun.send_signal(signal.SIGCONT)
+    torchrun.finish()
+    assert said.read_text() == "rank 1 has ended: killed by signal 9"
 
 
 def test_ranks_stop_if_torchrun_is_killed(tmp_path: Path) -> None:
