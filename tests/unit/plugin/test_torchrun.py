@@ -174,7 +174,7 @@ def test_the_rank_that_failed_first_is_the_reason(tmp_path: Path) -> None:
     assert said.read_text() == "rank 0 has ended: exit code 1"  # torchrun has killed rank 1 in the same second
 
 
-def test_a_killed_rank_is_the_reason_even_if_another_one_ends_before_torchrun_looks(tmp_path: Path) -> None:
+def test_a_killed_rank_is_the_reason_and_not_one_that_follows(tmp_path: Path) -> None:
     said = tmp_path / "said"
     torchrun = Torchrun(tmp_path, "follows", SWIFT_MEGATRON_GRPO_FAILURE=str(said))
     torchrun.send_signal(signal.SIGSTOP)  # a busy machine
