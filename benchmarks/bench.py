@@ -39,7 +39,7 @@ import torch
 
 from benchmarks.harness.checkpoints import made_checkpoint
 from benchmarks.harness.job import Job
-from benchmarks.harness.paths import REPOSITORY
+from benchmarks.harness.paths import REPOSITORY, absolute
 from benchmarks.harness.processes import (
     PLUGIN,
     Plan,
@@ -78,7 +78,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     kinds.add_parser("report", help="write docs/performance.md and the tables of other pages")
     for kind in ("train", "step"):
         add = kinds.add_parser(kind, formatter_class=argparse.ArgumentDefaultsHelpFormatter).add_argument
-        add("--json", type=Path, required=True, help="file for the results; its name without .json names the run")
+        add(
+            "--json",
+            type=absolute,
+            required=True,
+            help="file for the results; its name without .json names the run",
+        )
         add("--ours", nargs="+", default=[], metavar="SETTING", help="settings to measure this package with")
         add("--stock", nargs="+", default=[], metavar="SETTING", help="settings to measure ms-swift's own trainer with")
         add("--pair", nargs=2, action="append", default=[], metavar=("OURS", "STOCK"),
@@ -118,7 +123,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         add("--deadline", type=float, default=1e9, help="seconds for the whole run; results so far are kept")
         add("--ahead", action="store_true", help="import the next process while one measures; needs spare cores")
         add("--omp-threads", type=int, default=1, help="OMP_NUM_THREADS of each rank")
-        add("--work", type=Path, default=REPOSITORY / "runs" / "bench", help="folder for models, logs and outputs")
+        add(
+            "--work",
+            type=absolute,
+            default=REPOSITORY / "runs" / "bench",
+            help="folder for models, logs and outputs",
+        )
         add("--revision", default=revision(), help="revision of this package, recorded in the results")
     return parser.parse_args(arguments)
 
@@ -256,7 +266,6 @@ def run(args: argparse.Namespace) -> int:
     gpu = torch.cuda.is_available()
     if args.memory_cap_gb is not None and not gpu:
         raise SystemExit("bench: --memory-cap-gb needs a GPU, and this machine has none; leave it out")
-    args.work, args.json = args.work.resolve(), args.json.resolve()
     check_for_peers(args)
     if args.servers and (args.kind == "train" or not args.lengths.startswith("constant:")):
         raise SystemExit("bench: --servers needs the kind step and --lengths constant:TOKENS")

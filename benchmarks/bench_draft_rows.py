@@ -45,7 +45,7 @@ import torch
 
 from benchmarks.bench import PACKAGES, machine, revision
 from benchmarks.harness.free_gpus import wait_until_free
-from benchmarks.harness.paths import REPOSITORY
+from benchmarks.harness.paths import REPOSITORY, absolute
 from benchmarks.harness.processes import devices_locked, exit_at_sigterm, visible_devices
 from benchmarks.harness.shapes import SHAPES, Shape
 
@@ -71,7 +71,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     text = (__doc__ or "").format(table=table_of_expectations())
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--json", type=Path, required=True, help="file for the results; written after every arm")
+    add("--json", type=absolute, required=True, help="file for the results; written after every arm")
     add("--shapes", nargs="+", choices=SHAPES, default=["8b", "1.7b"], help="sizes of the models")
     add("--arms", nargs="+", choices=ARMS, default=["v2-drafts", "v2"], help="engines to measure")
     add("--running", type=int, nargs="+", default=[16, 64, 128, 8, 32], help="requests at one time, in this order")
@@ -83,9 +83,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--compiled", action="store_true", help="with torch.compile, which takes a minute more for each engine")
     add("--limit", type=float, default=420, help="seconds for everything; what is left then is not measured")
     add("--arm-limit", type=float, default=150, help="seconds for one arm")
-    add("--work", type=Path, default=REPOSITORY / "runs" / "draft-rows", help="folder for the configurations")
+    add("--work", type=absolute, default=REPOSITORY / "runs" / "draft-rows", help="folder for the configurations")
     add("--only", nargs=2, help=argparse.SUPPRESS)  # shape and arm that a started process measures
-    add("--part", type=Path, help=argparse.SUPPRESS)  # file of that process
+    add("--part", type=absolute, help=argparse.SUPPRESS)  # file of that process
     return parser.parse_args(arguments)
 
 
@@ -339,7 +339,6 @@ def end_of(log: str) -> str:
 def main() -> int:
     began = time.monotonic()
     args = parse()
-    args.work, args.json = args.work.resolve(), args.json.resolve()
     args.work.mkdir(parents=True, exist_ok=True)
     if args.only is not None:
         with args.part.open("a") as file:

@@ -48,7 +48,7 @@ from benchmarks.experts.inputs import Settings
 from benchmarks.experts.rows import rows_of_a_way
 from benchmarks.experts.tokens import TOKENS, rows_of_tokens
 from benchmarks.experts.ways import CUTLASS, WAYS
-from benchmarks.harness.paths import REPOSITORY
+from benchmarks.harness.paths import REPOSITORY, absolute
 
 MARK, READY = "ROW ", "READY"
 COLUMNS = {
@@ -65,7 +65,7 @@ COLUMNS = {
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--json", type=Path, required=True, help="file for the results")
+    add("--json", type=absolute, required=True, help="file for the results")
     add("--ways", nargs="+", choices=[*WAYS, TOKENS], help="ways to measure; all but `loop` if left out")
     add("--experts", type=int, nargs="+", default=[64, 128], help="experts of the layer")
     add("--tokens", type=int, nargs="+", default=[8192, 16384, 32768], help="tokens of a micro batch")
@@ -79,7 +79,6 @@ def parse() -> argparse.Namespace:
     add("--dry", action="store_true", help="run tiny sizes on a CPU, to test this script")
     add("--only", help=argparse.SUPPRESS)  # the way that a started process measures
     args = parser.parse_args()
-    args.json = args.json.resolve()
     if args.dry:
         args.experts, args.tokens, args.hidden, args.ffn, args.error_tokens = [16], [32, 64], 32, 16, 64
         args.topk, args.repeats = 4, 2

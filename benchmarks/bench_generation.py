@@ -29,7 +29,7 @@ import torch
 from benchmarks.bench import PACKAGES, machine, revision
 from benchmarks.harness.checkpoints import made_checkpoint
 from benchmarks.harness.free_gpus import wait_until_free
-from benchmarks.harness.paths import REPOSITORY
+from benchmarks.harness.paths import REPOSITORY, absolute
 from benchmarks.harness.processes import devices_locked, exit_at_sigterm, visible_devices
 from benchmarks.harness.shapes import SHAPES
 
@@ -74,7 +74,7 @@ VARIANTS = {
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--json", type=Path, required=True, help="file for the results")
+    add("--json", type=absolute, required=True, help="file for the results")
     add("--shape", choices=SHAPES, default="8b", help="sizes of the model")
     add("--variants", nargs="+", choices=VARIANTS, default=["default", "fp8_per_channel"], help="what to compare")
     add("--completions", type=int, default=128, help="completions at one time")
@@ -87,7 +87,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--eager", action="store_true", help="no CUDA graphs")
     add("--profile", action="store_true", help="also record kernels and host functions of short rounds")
     add("--timeout", type=float, default=300, help="seconds for one variant")
-    add("--work", type=Path, default=REPOSITORY / "runs" / "generation", help="folder for the model")
+    add("--work", type=absolute, default=REPOSITORY / "runs" / "generation", help="folder for the model")
     add("--only", help=argparse.SUPPRESS)  # the variant that a started process measures
     args = parser.parse_args(arguments)
     compiled = [name for name in args.variants if VARIANTS[name].compilation]
@@ -177,7 +177,6 @@ def gains(measured: dict[str, dict[str, Any]], first: str) -> dict[str, dict[str
 
 def main() -> int:
     args = parse()
-    args.work, args.json = args.work.resolve(), args.json.resolve()
     model = made_checkpoint(args.work, args.shape, with_weights=False)
     if args.only is not None:
         print(MARK + json.dumps(generate(args, model)), flush=True)

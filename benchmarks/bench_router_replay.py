@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.bench import PACKAGES, machine, revision
 from benchmarks.harness.checkpoints import made_checkpoint
-from benchmarks.harness.paths import REPOSITORY
+from benchmarks.harness.paths import REPOSITORY, absolute
 from benchmarks.harness.processes import devices_locked, make_entry_point, program
 from benchmarks.harness.shapes import SHAPES
 from benchmarks.harness.workload import TEMPLATE_TOKENS_FILE, write_dataset
@@ -43,14 +43,19 @@ orms["hash"] = HashReward
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--json", type=Path, required=True, help="file for the results")
+    add("--json", type=absolute, required=True, help="file for the results")
     add("--shape", choices=[name for name, shape in SHAPES.items() if shape.experts], default="4.5b-qwen3-moe")
     add("--modes", nargs="+", default=["disabled", "R2", "R3"], help="values of --router_replay_mode")
     add("--completions", type=int, default=64, help="completions per step")
     add("--tokens", type=int, default=256, help="tokens of a completion, at most")
     add("--steps", type=int, default=4, help="steps of a run")
     add("--timeout", type=float, default=240, help="seconds for one run")
-    add("--work", type=Path, default=REPOSITORY / "runs" / "router_replay", help="folder for model, logs and outputs")
+    add(
+        "--work",
+        type=absolute,
+        default=REPOSITORY / "runs" / "router_replay",
+        help="folder for model, logs and outputs",
+    )
     add("--flags", nargs="*", default=[], help="further flags of `megatron rlhf`")
     return parser.parse_args()
 
@@ -99,7 +104,6 @@ def train(args: argparse.Namespace, mode: str) -> list[dict[str, Any]]:
 
 def main() -> int:
     args = parse()
-    args.work, args.json = args.work.resolve(), args.json.resolve()
     args.work.mkdir(parents=True, exist_ok=True)
     make_entry_point(args.work)
     device, versions = machine(revision(), PACKAGES)

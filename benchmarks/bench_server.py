@@ -34,7 +34,7 @@ from benchmarks.bench import PACKAGES, machine, revision
 from benchmarks.harness.checkpoints import made_checkpoint
 from benchmarks.harness.free_gpus import wait_until_free
 from benchmarks.harness.generation_arms import WEIGHTS_VERSION, GenerationJob, prompts_of, sampling_of
-from benchmarks.harness.paths import REPOSITORY
+from benchmarks.harness.paths import REPOSITORY, absolute
 from benchmarks.harness.processes import devices_locked, exit_at_sigterm, visible_devices
 from benchmarks.harness.shapes import SHAPES
 
@@ -45,7 +45,7 @@ START_SECONDS = 600.0
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--json", type=Path, required=True, help="file for the results")
+    add("--json", type=absolute, required=True, help="file for the results")
     dense = [name for name, shape in SHAPES.items() if shape.model_type == "qwen3"]
     add("--shape", choices=dense, default="1.7b", help="sizes of the model")
     add("--dry", action="store_true", help="the shape toy with 2 prompts of 4 completions of 32 tokens, 1 round")
@@ -57,7 +57,7 @@ def parse() -> argparse.Namespace:
     add("--memory", type=float, default=0.35, help="share of the GPU's memory for each of the two engines")
     add("--profile", action="store_true", help="also record kernels and host functions of short rounds in the process")
     add("--eager", action="store_true", help="no CUDA graphs")
-    add("--work", type=Path, default=REPOSITORY / "runs" / "server", help="folder for model and logs")
+    add("--work", type=absolute, default=REPOSITORY / "runs" / "server", help="folder for model and logs")
     return parser.parse_args()
 
 
@@ -250,7 +250,6 @@ def main() -> int:
     exit_at_sigterm()
     if args.dry:
         args.shape, args.prompts, args.group_size, args.tokens, args.rounds = "toy", 2, 4, 32, 1
-    args.work, args.json = args.work.resolve(), args.json.resolve()
     args.work.mkdir(parents=True, exist_ok=True)
     job, model = job_of(args), made_checkpoint(args.work, args.shape)
     with devices_locked(), ExitStack() as stack:

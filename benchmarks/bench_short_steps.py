@@ -26,6 +26,7 @@ from typing import Any
 from benchmarks.bench import PACKAGES, machine, revision
 from benchmarks.harness.learning.prompts import TASK, write_data
 from benchmarks.harness.learning.settings import Paths, Settings, command_of
+from benchmarks.harness.paths import absolute
 from benchmarks.harness.processes import program
 from benchmarks.learn import environment_of_programs
 
@@ -34,10 +35,10 @@ WARM_UP = 5  # steps that are not counted
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--work", type=Path, required=True, help="folder for the data and the outputs of runs")
+    parser.add_argument("--model", type=absolute, required=True)
+    parser.add_argument("--work", type=absolute, required=True, help="folder for the data and the outputs of runs")
     parser.add_argument("--checkouts", type=Path, nargs="+", required=True)
-    parser.add_argument("--json", type=Path, required=True, help="file for the results")
+    parser.add_argument("--json", type=absolute, required=True, help="file for the results")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=2, help="runs of each checkout")
     parser.add_argument("flags", nargs="*", help="of the run, after --")
@@ -46,16 +47,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
-    work, model = args.work.resolve(), args.model.resolve()
-    write_data(work, TASK)
+    write_data(args.work, TASK)
     settings = Settings(steps=args.steps, save_every=10 * args.steps, warm_up=1)
     results: dict[str, list[dict[str, Any]]] = {}
     for number in range(args.rounds):
         for checkout in args.checkouts:
-            output = work / f"{checkout.resolve().name}-{number}"
+            output = args.work / f"{checkout.resolve().name}-{number}"
             shutil.rmtree(output, ignore_errors=True)
             output.mkdir(parents=True)
-            paths = Paths(model, work / "train.jsonl", output)
+            paths = Paths(args.model, args.work / "train.jsonl", output)
             command = [*program(), "rlhf", *command_of("ours", settings, paths, seed=1), *args.flags]
             before = {**environment_of_programs(), "SWIFT_MEGATRON_GRPO": "on"}
             environment = {**before, "PYTHONPATH": os.pathsep.join((str(checkout.resolve()), before["PYTHONPATH"]))}

@@ -28,7 +28,7 @@ from benchmarks.harness.checkpoints import made_checkpoint
 from benchmarks.harness.learning.prompts import TASK, write_data
 from benchmarks.harness.learning.search import CHOICE, CHOSEN
 from benchmarks.harness.learning.settings import Settings
-from benchmarks.harness.paths import REPOSITORY
+from benchmarks.harness.paths import REPOSITORY, absolute
 from benchmarks.harness.processes import exit_at_sigterm
 from benchmarks.harness.waits.cases import CASES, CURVES, MODELS, REMEDIES, settings_of, small, variants_of
 from benchmarks.harness.waits.page import write_pages
@@ -127,25 +127,22 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         command = commands.add_parser(name, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         command.set_defaults(call=call)
         add = command.add_argument
-        add("--model", type=Path, required=True, help="folder of SmolLM2")
-        add("--work", type=Path, required=True, help="folder for models, data and the outputs of runs")
-        add("--out", type=Path, required=True, help="folder for results")
+        add("--model", type=absolute, required=True, help="folder of SmolLM2")
+        add("--work", type=absolute, required=True, help="folder for models, data and the outputs of runs")
+        add("--out", type=absolute, required=True, help="folder for results")
         add("--limit", type=float, default=900, help="seconds after which a run is ended")
         add("--dry", action="store_true", help="few small steps of a small model, on a CPU")
         if name == "run":
             add("--case", choices=CASES, required=True)
             add("--variants", nargs="+", default=[], metavar="NAME", help="of the case; all if not given")
             add("--rounds", type=int, default=1, help="runs of each variant, with those of the file")
-            add("--old", type=Path, help="folder with an older swift_megatron_grpo")
+            add("--old", type=absolute, help="folder with an older swift_megatron_grpo")
         else:
             add("--remedy", choices=CURVES, required=True)
             add("--seed", type=int, required=True)
-            add("--choice", type=Path, default=REPOSITORY / "benchmarks" / "h200" / "parts",
+            add("--choice", type=absolute, default=REPOSITORY / "benchmarks" / "h200" / "parts",
                 help=f"folder with {CHOICE}")  # fmt: skip
-    args = parser.parse_args(arguments)
-    for name in {"model", "work", "out", "old"} & {name for name, value in vars(args).items() if value}:
-        setattr(args, name, getattr(args, name).resolve())
-    return args
+    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

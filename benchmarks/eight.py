@@ -24,7 +24,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from benchmarks.harness.checkpoints import made_checkpoint
 from benchmarks.harness.node.cases import NODES, Case, cases, is_measured, toy
@@ -37,7 +36,7 @@ from benchmarks.harness.node.compare import (
     read_forecasts,
 )
 from benchmarks.harness.node.servers import finish, running
-from benchmarks.harness.paths import REPOSITORY
+from benchmarks.harness.paths import REPOSITORY, absolute
 from benchmarks.harness.processes import exit_at_sigterm
 from swift_megatron_grpo.plugin.rank import hook_platform
 
@@ -118,21 +117,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     one.set_defaults(call=run)
     one.add_argument("cases", nargs="*", help="names; all if not given")
     one.add_argument("--gpus", type=int, choices=NODES, default=NODES[0], help="GPUs of this machine")
-    one.add_argument("--out", type=Path, required=True, help="folder for results, and those of earlier sessions")
-    one.add_argument("--work", type=Path, default=work, help="folder for models, logs and outputs")
+    one.add_argument("--out", type=absolute, required=True, help="folder for results, and those of earlier sessions")
+    one.add_argument("--work", type=absolute, default=work, help="folder for models, logs and outputs")
     one.add_argument("--seconds", type=float, default=1500, help="of the session")
     one.add_argument("--dry", action="store_true", help="with tiny models of the same types, on as many CPU ranks")
     one = commands.add_parser("forecast", help="write the forecasts", formatter_class=shows_defaults)
     one.set_defaults(call=forecast)
-    one.add_argument("--json", type=Path, default=REPOSITORY / FORECASTS, help="file to write")
-    one.add_argument("--work", type=Path, default=work, help="folder for models without weights")
+    one.add_argument("--json", type=absolute, default=REPOSITORY / FORECASTS, help="file to write")
+    one.add_argument("--work", type=absolute, default=work, help="folder for models without weights")
     one = commands.add_parser("compare", help="compare forecasts and results", formatter_class=shows_defaults)
     one.set_defaults(call=compare)
-    one.add_argument("--results", type=Path, default=REPOSITORY / "benchmarks" / "h200", help="folder of result files")
-    args = parser.parse_args(arguments)
-    for name in {"out", "work", "json", "results"} & set(vars(args)):
-        setattr(args, name, getattr(args, name).resolve())
-    return args
+    one.add_argument(
+        "--results", type=absolute, default=REPOSITORY / "benchmarks" / "h200", help="folder of result files"
+    )
+    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

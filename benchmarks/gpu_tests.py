@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from benchmarks.bench import machine, revision
+from benchmarks.harness.paths import absolute
 
 STACK = ("torch", "transformer-engine", "megatron-core", "mcore-bridge", "ms-swift", "vllm")
 Record = dict[str, Any]
@@ -92,7 +93,7 @@ def add(file: Path, records: Iterable[Record]) -> list[str]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="files of tests/gpu, without test_ and .py")
-    parser.add_argument("--json", type=Path, required=True, help="file for the outcomes")
+    parser.add_argument("--json", type=absolute, required=True, help="file for the outcomes")
     parser.add_argument("--add", type=Path, nargs="+", default=[], help="files whose outcomes to add, without any test")
     own, of_pytest = _split(sys.argv[1:] if arguments is None else arguments)
     args = parser.parse_args(own)
@@ -108,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not args.names:
         return 0
     files = [f"tests/gpu/test_{name}.py" for name in args.names]
-    plugins = [Recorder(args.json.resolve())]
+    plugins = [Recorder(args.json)]
     return int(pytest.main(["-m", "gpu", "-p", "no:cacheprovider", *files, *of_pytest], plugins=plugins))
 
 

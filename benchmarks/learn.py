@@ -48,8 +48,8 @@ from benchmarks.harness.learning.search import (
 )
 from benchmarks.harness.learning.settings import Paths, Settings, command_of
 from benchmarks.harness.learning.steps import checkpoints, read_steps
-from benchmarks.harness.paths import REPOSITORY
-from benchmarks.harness.processes import ALLOCATOR, allocator, exit_at_sigterm, kill, program, switch_of
+from benchmarks.harness.paths import REPOSITORY, absolute
+from benchmarks.harness.processes import ALLOCATOR, allocator, exit_at_sigterm, program, run_until, switch_of
 from benchmarks.harness.results import ARMS
 
 MODULES = "benchmarks.harness.learning"
@@ -201,15 +201,7 @@ def finish(command: Sequence[str], arm: str, console: Path, limit: float, change
     environment["SWIFT_MEGATRON_GRPO"] = switch_of(arm, torch.cuda.is_available())
     if arm in ("ours", "stock"):
         environment[ALLOCATOR] = allocator()
-    with console.open("wb") as file:
-        process = subprocess.Popen(command, env=environment, cwd=REPOSITORY, stdout=file, stderr=subprocess.STDOUT,
-                                   start_new_session=True)  # fmt: skip
-    try:
-        return process.wait(limit)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        kill(process)
+    return run_until(command, environment, console, limit)
 
 
 def environment_of_programs() -> dict[str, str]:
@@ -233,16 +225,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         command.set_defaults(call=call)
         add = command.add_argument
         if name != "choose":
-            add("--model", type=Path, required=True, help="folder of the model before training")
-            add("--work", type=Path, required=True, help="folder for the data and the outputs of runs")
+            add("--model", type=absolute, required=True, help="folder of the model before training")
+            add("--work", type=absolute, required=True, help="folder for the data and the outputs of runs")
         if name != "data":
-            add("--out", type=Path, required=True, help="folder for results")
+            add("--out", type=absolute, required=True, help="folder for results")
         if name in STEPS_OF:
             _add_options(add, name)
-    args = parser.parse_args(arguments)
-    for name in {"model", "work", "out"} & set(vars(args)):
-        setattr(args, name, getattr(args, name).resolve())
-    return args
+    return parser.parse_args(arguments)
 
 
 def _add_options(add: Callable[..., Any], command: str) -> None:

@@ -31,7 +31,7 @@ from typing import Any
 
 from benchmarks.bench import PACKAGES, machine, revision
 from benchmarks.harness.drift import FIGURES, WINDOW, Windows, judged
-from benchmarks.harness.paths import REPOSITORY
+from benchmarks.harness.paths import REPOSITORY, absolute
 from benchmarks.harness.process_tree import read_tree
 from benchmarks.harness.processes import ALLOCATOR, allocator, exit_at_sigterm, kill, program
 from swift_megatron_grpo.output.report.completions import FILE as COMPLETIONS
@@ -307,17 +307,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arm", choices=ARMS, required=True)
-    parser.add_argument("--json", type=Path, required=True, help="file for the results")
+    parser.add_argument("--json", type=absolute, required=True, help="file for the results")
     parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--evaluate-every", type=int, default=250, help="steps between two evaluations")
     parser.add_argument("--save-every", type=int, default=200, help="steps between two checkpoints")
     parser.add_argument("--limit", type=float, default=3600, help="seconds after which the run is ended")
-    parser.add_argument("--work", type=Path, default=REPOSITORY / "runs" / "long_run", help="folder for outputs")
-    parser.add_argument("--model", type=Path, help="folder of the model; it is made if it does not exist")
+    parser.add_argument("--work", type=absolute, default=REPOSITORY / "runs" / "long_run", help="folder for outputs")
+    parser.add_argument("--model", type=absolute, help="folder of the model; it is made if it does not exist")
     parser.add_argument("flags", nargs="*", help="further flags of `megatron rlhf`, after --")
     args = parser.parse_args(arguments)
-    args.json, args.work = args.json.resolve(), args.work.resolve()
-    args.model = args.model.resolve() if args.model else args.work / "smollm2"
+    args.model = args.model or args.work / "smollm2"
     return args
 
 

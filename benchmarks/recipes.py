@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bench import PACKAGES, machine, revision
-from benchmarks.harness.paths import REPOSITORY
-from benchmarks.harness.processes import exit_at_sigterm, kill
+from benchmarks.harness.paths import REPOSITORY, absolute
+from benchmarks.harness.processes import exit_at_sigterm, run_until
 from benchmarks.harness.recipes.known import RECIPES, TRIED_WITH, TRIES, Recipe
 from benchmarks.harness.recipes.page import write_pages
 from benchmarks.harness.recipes.plans import write_plans
@@ -103,15 +103,7 @@ def finish(command: Sequence[str], folder: Path, limit: float) -> int | None:
     """Run a recipe and return its exit code, or None if it was ended at the limit."""
     environment = environment_of(folder)
     environment["SERVER"] = f"http://127.0.0.1:{random.randint(20000, 32000)}"
-    with folder.with_suffix(".txt").open("wb") as file:
-        process = subprocess.Popen(command, env=environment, cwd=REPOSITORY, stdout=file, stderr=subprocess.STDOUT,
-                                   start_new_session=True)  # fmt: skip
-    try:
-        return process.wait(limit)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        kill(process)
+    return run_until(command, environment, folder.with_suffix(".txt"), limit)
 
 
 def serve(recipe: Recipe, weights: Path, folder: Path, args: argparse.Namespace, settings: dict[str, Any]) -> Any:
@@ -149,17 +141,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         command.set_defaults(call=call)
         add = command.add_argument
         add(option, choices=choices, required=True)
-        add("--model", type=Path, required=True, help="folder of the model before training")
-        add("--work", type=Path, required=True, help="folder for the data and the outputs of runs")
-        add("--out", type=Path, required=True, help="folder for results")
+        add("--model", type=absolute, required=True, help="folder of the model before training")
+        add("--work", type=absolute, required=True, help="folder for the data and the outputs of runs")
+        add("--out", type=absolute, required=True, help="folder for results")
         add("--limit", type=float, default=1500, help="seconds after which the training is ended")
         add("--problems", type=int, help="held-out problems that the saved weights answer; all if not given")
         add("flags", nargs="*", help="flags of the trainer that override those of the recipe")
-    plan.add_argument("--out", type=Path, required=True, help="folder for results")
-    args = parser.parse_args(arguments)
-    for name in {"model", "work", "out"} & set(vars(args)):
-        setattr(args, name, getattr(args, name).resolve())
-    return args
+    plan.add_argument("--out", type=absolute, required=True, help="folder for results")
+    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,7 +19,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.harness.paths import REPOSITORY
+from benchmarks.harness.paths import REPOSITORY, absolute
 
 RESULTS = REPOSITORY / "docs" / "algorithms_trained.json"
 PAGE = REPOSITORY / "docs" / "algorithms.md"
@@ -104,14 +104,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS), metavar="NAME",
                         help=f"algorithms to train (default: all): {', '.join(ALGORITHMS)}")  # fmt: skip
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FILE", help="file for the results")
-    parser.add_argument("--work", type=Path, default=REPOSITORY / "runs" / "algorithms", metavar="DIR",
+    parser.add_argument("--out", type=absolute, default=RESULTS, metavar="FILE", help="file for the results")
+    parser.add_argument("--work", type=absolute, default=REPOSITORY / "runs" / "algorithms", metavar="DIR",
                         help="folder for the model, the dataset and the outputs")  # fmt: skip
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     results = json.loads(args.out.read_text()) if args.out.is_file() else {}
     for name in args.only:
-        result = train(name, args.work.resolve())
+        result = train(name, args.work)
         results[name] = asdict(result)
         args.out.write_text(json.dumps(results, indent=2) + "\n")
         print(f"{name}: reward {result.before:.3f} -> {result.after:.3f} over {result.rollouts} rollouts", flush=True)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -226,6 +226,19 @@ def _wait(process: subprocess.Popen[bytes], timeout: float, folder: Path) -> str
     if any(sign in log for sign in OUT_OF_MEMORY):
         return "out of memory"
     return f"failed: {_reason(log) or f'exit code {code}'}"
+
+
+def run_until(command: Sequence[str], environment: Mapping[str, str], console: Path, limit: float) -> int | None:
+    """Run a command in the repository and return its exit code, or None if it was ended after `limit` seconds."""
+    with console.open("wb") as file:
+        process = subprocess.Popen(command, env=environment, cwd=REPOSITORY, stdout=file, stderr=subprocess.STDOUT,
+                                   start_new_session=True)  # fmt: skip
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        kill(process)
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
