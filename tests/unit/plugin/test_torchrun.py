@@ -95,8 +95,8 @@ class Torchrun:
         command = [torchrun, "--nproc_per_node", "2", "--master_port", str(free_port())]
         command += [str(script)] if rank == "script" else ["-m", "swift.cli._megatron.rlhf"]
         command += ["--rlhf_type", "grpo", how, *flags]
-        path = f"{folder}:{IMPORT_PATH}" if rank == "module" else IMPORT_PATH
-        self.process, self._output = start_piped("trainer", "torchrun", *command, folder=folder, PYTHONPATH=path, **environ)
+        environ["PYTHONPATH"] = f"{folder}:{IMPORT_PATH}" if rank == "module" else IMPORT_PATH
+        self.process, self._output = start_piped("trainer", "torchrun", *command, folder=folder, **environ)
         end = time.monotonic() + 60
         while not all(self.pid_file(rank).exists() for rank in (0, 1)) and time.monotonic() < end:
             time.sleep(0.05)
