@@ -15,6 +15,7 @@ from tests.support.servers import KEY, RolloutServer
 
 pytestmark = pytest.mark.e2e
 FAULTY = ["--external_plugins", str(REWARDS), str(PLUGINS / "sync_faults.py")]
+TWO_RANKS_OF_VLLM = ["--sequence_parallel", "true", "--vllm_tensor_parallel_size", "2"]
 STOPPED = "EngineHasOtherWeights, generated 0 times"
 
 
@@ -98,3 +99,28 @@ def test_twenty_syncs_of_an_adapter_are_bitwise_exact(folder: Path, dense: Path,
     fewer = errors["one_adapter_of_a_layer_left_out, step 19"]
     assert fewer.startswith(STOPPED) and "4 of 16 adapters were not merged into the weights sent" in fewer
     assert "--top_p 0.8" in run.output and "use --top_p 1 to sample from the policy" in run.output
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("moe", ["--expert_model_parallel_size", "2"]),
+        pytest.param("dense", ["--tensor_model_parallel_size", "2", *TWO_RANKS_OF_VLLM], marks=pytest.mark.nightly),
+        pytest.param("qwen3_5", ["--torch_dtype", "bfloat16"], marks=pytest.mark.nightly),
+    ],
+)
+def test_vllms_own_digests_are_those_of_an_engine_with_the_checkpoint(
+    folder: Path, dataset: Path, kind: str, flags: list[str]
+) -> None:
+    """A second witness, which shares no code with the checksums of this package."""
+    witness = ["--external_plugins", str(REWARDS), str(PLUGINS / "witness.py"), "--callbacks", "witness"]
+    flags = [*flags, *witness, "--save_steps", "1"]
+    model = make_model(folder / f"{kind} of digests", kind=kind)
+    trained = megatron_rlhf(model, dataset, folder / f"{kind} trained", 2, [*flags, "--train_iters", "2"])
+    saved = trained.folder / "checkpoint-1"
+    loaded = megatron_rlhf(saved, dataset, folder / f"{kind} loaded", 2, [*flags, "--train_iters", "1"])
+    for rank in (0, 1):
+        start, _, synced = json.loads((trained.folder / f"digests.{rank}.json").read_text())
+        of_checkpoint = json.loads((loaded.folder / f"digests.{rank}.json").read_text())[0]
+        assert synced == of_checkpoint
+        assert synced.keys() == start.keys() and synced != start
