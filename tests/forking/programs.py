@@ -15,6 +15,7 @@ import random
 import runpy
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ _AT_FIRST_USE = (
     "vllm.v1.core.sched.scheduler",
     "vllm.distributed.elastic_ep.elastic_execute",
     "vllm.renderers.hf",
-    "vllm.v1.pool.flash_maxsim.flash_maxsim_rerank",
+    *(["vllm.v1.pool.flash_maxsim.flash_maxsim_rerank"] if find_spec("vllm.v1.pool.flash_maxsim") else []),
     "scipy.io",
     "setproctitle",
 )
@@ -164,19 +165,22 @@ def skip_repeated_work() -> None:
     loads, some of them twenty times in a run, for a line that it does not log.
     """
     from transformers import PretrainedConfig
-    from vllm.config.logging import LoggingConfig
-    from vllm.logger import configure_logging_if_needed
-    from vllm.platforms.cpu import CpuPlatform
 
     from swift_megatron_grpo.generation.vllm.known_scheduler import digest
 
     digest()
     importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
+    gc.unfreeze = lambda: None
+    PretrainedConfig.__repr__ = object.__repr__
+    if find_spec("vllm.config.logging") is None:  # vLLM 0.25.1
+        return
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
+    from vllm.platforms.cpu import CpuPlatform
+
     configure_logging_if_needed(LoggingConfig())
     CpuPlatform.register_triton_kernel_overrides()
     CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
-    gc.unfreeze = lambda: None
-    PretrainedConfig.__repr__ = object.__repr__
 
 
 def fork_engines() -> None:

@@ -213,6 +213,8 @@ def compute_local_experts(cpu_moe: Any) -> None:
     It takes ids of the whole layer for its own, and reads beyond its weights. Experts of other workers count 0 here;
     the workers' results are summed afterwards.
     """
+    if not hasattr(cpu_moe, "CPUUnquantizedExperts"):  # vLLM 0.25.1, which has no such kernel
+        return
 
     @wrap(cpu_moe.CPUUnquantizedExperts, "apply")
     def apply_local(

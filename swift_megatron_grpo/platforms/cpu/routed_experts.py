@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,8 @@ from swift_megatron_grpo.runtime.replaced import replaced, wrap
 def allow_first_runner(config: ModuleType) -> None:
     """Make vLLM's check accept the first model runner; everything else that it checks stays checked."""
     owner: Any = vars(config)["VllmConfig"]
+    if not hasattr(owner, "_verify_aux_output_compatibility"):  # vLLM 0.25.1 reports experts from the first runner
+        return
 
     @wrap(owner, "_verify_aux_output_compatibility")
     def verify_without_runner(verify: Any, self: Any) -> None:
@@ -64,6 +67,8 @@ class _Capture:
 
 def capture_in_first_runner(gpu_model_runner: Any) -> None:
     """Call vLLM's connector from the first model runner, at the places where the second one calls it."""
+    if find_spec("vllm.distributed.aux_output_connector") is None:
+        return
     runner = gpu_model_runner.GPUModelRunner
     captures: dict[int, _Capture] = {}  # by runner, of which a process has one for its whole life
 
