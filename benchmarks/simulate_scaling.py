@@ -48,6 +48,7 @@ COST = FlopsModel.of_transformer(
 # output layer is not the embedding.
 WEIGHTS = 36 * 4096 * (128 * (2 * 32 + 2 * 8) + 3 * 12288) + 2 * VOCABULARY * 4096
 MESSAGE_SECONDS = 30e-6  # of gloo; not measured
+GATHERS, AGREEMENTS = 1, 2  # of outlines, in rounds of two messages; of the digest, in rounds of one
 SPEEDS = {  # of one rank
     "flops": 0.5 * 989e12,  # a train phase at the MFU of dense models on one H200 (docs/performance.md)
     "nvlink": 190e9,  # bytes a second of a reduce-scatter on four H200s: 1.7B fp32 gradients in 0.027 s
@@ -165,7 +166,7 @@ def measure_exchange(completions: list[int], plan: StepPlan) -> dict[str, Any]:
         "peers": peers,
         **{f"{name}_seconds": round(value, 3) for name, value in seconds.items()},
         "network_seconds": round(
-            MESSAGE_SECONDS * (2 * ranks + 2 * peers)
+            MESSAGE_SECONDS * ((2 * GATHERS + AGREEMENTS) * (ranks - 1).bit_length() + 2 * peers)
             + (outline_bytes + received + sum(coordinator.sent.values())) / SPEEDS["gloo"],
             3,
         ),

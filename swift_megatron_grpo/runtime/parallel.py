@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TypeVar
 
 import torch
@@ -16,7 +16,6 @@ from megatron.core import mpu
 from swift_megatron_grpo.runtime.failures import RankFailure, SharedFailure
 
 T = TypeVar("T")
-_BROADCAST_BYTES = 2**16  # of a gather that take as long as one more collective operation
 
 
 @dataclass(frozen=True)
@@ -64,29 +63,38 @@ class Coordinator:
         self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def all_gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in rank order. No rank allocates much more than these values take."""
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._group)
-        lengths = [int(size) for size in sizes]
-        alone = large_parts(lengths)
-        width = max((lengths[rank] for rank in {*range(self.world_size)} - {*alone}), default=0)
-        parts = [torch.empty(width, dtype=torch.uint8) for _ in lengths]
-        padded = torch.zeros(width, dtype=torch.uint8)
-        padded[: len(mine)] = mine if self.rank not in alone else 0
-        dist.all_gather(parts, padded, group=self._group)  # of nothing, if all are large
-        for rank in alone:
-            parts[rank] = mine if rank == self.rank else torch.empty(lengths[rank], dtype=torch.uint8)
-            dist.broadcast(parts[rank], src=rank, group=self._group)
-        return [pickle.loads(part.numpy().data[:length]) for part, length in zip(parts, lengths, strict=True)]
+        """Return the values of all ranks, in rank order.
+
+        In each round a rank has twice as many: 4,096 ranks need 12 rounds. The rings of gloo need 4,095, one after the
+        other, and parts of equal length.
+        """
+        held: list[bytes | memoryview] = [pickle.dumps(value)]  # of this rank and of those behind it
+        while (distance := len(held)) < self.world_size:
+            held += self._pass_on(distance, held[: self.world_size - distance])
+        in_order = [held[(rank - self.rank) % self.world_size] for rank in range(self.world_size)]
+        return [pickle.loads(part) for part in in_order]
+
+    def _pass_on(self, distance: int, parts: Sequence[bytes | memoryview]) -> list[memoryview]:
+        """Send parts to the rank this far before this one, and return as many of the one this far behind it."""
+        receiver, sender = self._neighbours(distance)
+        lengths = torch.tensor([len(part) for part in parts])
+        arriving = torch.empty_like(lengths)
+        sent = [dist.isend(lengths, receiver, self._group)]
+        sent.append(dist.isend(_as_tensor(bytearray().join(parts)), receiver, self._group))
+        _wait_for([dist.irecv(arriving, sender, self._group)])
+        received = torch.empty(int(arriving.sum()), dtype=torch.uint8)
+        _wait_for([dist.irecv(received, sender, self._group), *sent])
+        edges = accumulate(arriving.tolist(), initial=0)
+        return [received.numpy().data[begin:end] for begin, end in pairwise(edges)]
+
+    def _neighbours(self, distance: int) -> tuple[int, int]:
+        """Return the ranks this far before and behind this one; the first is behind the last."""
+        return (self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size
 
     def exchange(self, outgoing: Mapping[int, T], senders: Sequence[int]) -> dict[int, T]:
         """Send values to the ranks that they are for; return those of the given senders, by sender."""
         sizes = {rank: torch.zeros(1, dtype=torch.int64) for rank in senders}
-        data = {
-            rank: torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-            for rank, value in outgoing.items()
-        }
+        data = {rank: _as_tensor(bytearray(pickle.dumps(value))) for rank, value in outgoing.items()}
         announced = [dist.irecv(size, rank, self._group) for rank, size in sizes.items()]
         sent = [dist.isend(torch.tensor([len(part)]), rank, self._group) for rank, part in data.items()]
         _wait_for(announced)
@@ -97,10 +105,16 @@ class Coordinator:
         return {rank: pickle.loads(part.numpy().data) for rank, part in received.items()}
 
     def max(self, value: int) -> int:
-        """Return the largest value of all ranks. Cheaper than `all_gather`: one reduction of one number."""
-        largest = torch.tensor([value])
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
-        return int(largest.item())
+        """Return the largest value of all ranks: less work than `all_gather`, in as few rounds."""
+        distance = 1
+        while distance < self.world_size:
+            receiver, sender = self._neighbours(distance)
+            arriving = torch.empty(1, dtype=torch.int64)
+            sent = dist.isend(torch.tensor([value]), receiver, self._group)
+            _wait_for([dist.irecv(arriving, sender, self._group), sent])
+            value = max(value, int(arriving))
+            distance *= 2
+        return value
 
     def gather_samples(self, values: dict[int, T], position: RankPosition) -> dict[int, T]:
         """Gather values by sample on all ranks. Among ranks that hold copies, only the first one sends."""
@@ -128,17 +142,8 @@ class Coordinator:
         return [pickle.loads(content) for content, _, _ in gathered]
 
 
-def large_parts(lengths: Sequence[int]) -> list[int]:
-    """Return the ranks whose parts are broadcast one by one, in order; the others are padded to the same length.
-
-    Where one rank has all, as rank 0 has what servers generate, padding would take as many times the bytes as there are
-    ranks.
-    """
-    ranks = sorted(range(len(lengths)), key=lambda rank: -lengths[rank])
-    one_by_one = accumulate((lengths[rank] + _BROADCAST_BYTES for rank in ranks), initial=0)
-    padded = [len(lengths) * length for length in (*(lengths[rank] for rank in ranks), 0)]
-    costs = [alone + rest for alone, rest in zip(one_by_one, padded, strict=True)]
-    return sorted(ranks[: costs.index(min(costs))])
+def _as_tensor(data: bytearray) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=torch.uint8)
 
 
 def _wait_for(messages: Sequence[dist.Work | None]) -> None:

@@ -67,8 +67,7 @@ def test_the_watchdog_reports_a_stuck_reward_function(inputs: tuple[Path, Path, 
     ranks = sections(done)
     assert "phase grading has not finished after 15 s (--phase_timeout 15)" in done.output
     assert "stuck.py" in ranks["1"] and "in __call__" in ranks["1"]
-    assert "phase grading: since" in ranks["0"] and "in all_gather" in ranks["0"]
-    assert re.search(r"not finished: [12]\n  gloo:all_?gather", ranks["0"]), ranks["0"]
+    assert "phase grading: since" in ranks["0"] and "in all_gather" in ranks["0"] and "in _grade" in ranks["0"]
 
 
 def test_the_watchdog_reports_a_rank_that_is_stuck_in_training(inputs: tuple[Path, Path, Path]) -> None:
