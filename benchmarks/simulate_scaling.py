@@ -24,21 +24,37 @@ import numpy as np
 
 from benchmarks.harness.lengths import Lengths
 from benchmarks.harness.markdown import lines_of
+from swift_megatron_grpo.grading.metrics import outcome_metrics
+from swift_megatron_grpo.grading.results import add_advantages, total_rewards
+from swift_megatron_grpo.grading.scores import Scores
 from swift_megatron_grpo.loop.bodies import Bodies
+from swift_megatron_grpo.loop.finished import Scored
 from swift_megatron_grpo.loop.samples import samples_of
 from swift_megatron_grpo.packing.collate import count
+from swift_megatron_grpo.packing.completions import pick, spans
 from swift_megatron_grpo.packing.flops import FlopsModel
 from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_tokens
-from swift_megatron_grpo.types import Graded, Prompt, Rollout
+from swift_megatron_grpo.settings.config import GradingConfig
+from swift_megatron_grpo.types import Prompt, Rollout
 
 RANKS = (8, 64, 512, 4096)
 BUDGET, PROMPT = 16384, 256
 LENGTHS = "lognormal:700:0.9:4096"
 PER_RANK, GROUP = 64, 8  # completions of a rank and of a prompt
-RUNS = 3  # of which the fastest counts: the machine may have other work
-MEASURED = ("planning_seconds", "outlines_seconds", "grading_moves_seconds", "samples_seconds", "bodies_seconds")
+RUNS = 7  # of which the fastest counts: the machine may have other work
+MEASURED = (
+    "planning_seconds",
+    "outlines_seconds",
+    "grading_moves_seconds",
+    "rewards_seconds",
+    "samples_seconds",
+    "bodies_seconds",
+)
 
 
+GRADING = GradingConfig(
+    num_generations=GROUP, reward_names=("accuracy",), reward_weights=(1.0,), scale_rewards="group", bad_reward="stop"
+)
 VOCABULARY = 151936
 COST = FlopsModel.of_transformer(
     num_layers=36, hidden_size=4096, ffn_hidden_size=12288, num_attention_heads=32, num_query_groups=8,
@@ -48,7 +64,7 @@ COST = FlopsModel.of_transformer(
 # output layer is not the embedding.
 WEIGHTS = 36 * 4096 * (128 * (2 * 32 + 2 * 8) + 3 * 12288) + 2 * VOCABULARY * 4096
 MESSAGE_SECONDS = 30e-6  # of gloo; not measured
-GATHERS, AGREEMENTS = 1, 2  # of outlines, in rounds of two messages; of the digest, in rounds of one
+GATHERS, AGREEMENTS = 2, 2  # of outlines and scores, in rounds of two messages; of the digest, in rounds of one
 SPEEDS = {  # of one rank
     "flops": 0.5 * 989e12,  # a train phase at the MFU of dense models on one H200 (docs/performance.md)
     "nvlink": 190e9,  # bytes a second of a reduce-scatter on four H200s: 1.7B fp32 gradients in 0.027 s
@@ -135,12 +151,26 @@ def measure_exchange(completions: list[int], plan: StepPlan) -> dict[str, Any]:
             for index in range(rank * PER_RANK, (rank + 1) * PER_RANK)
         }
         others.append(pickle.dumps(Bodies(cast(Any, OneOfMany())).outlines(empty)))
+    rewards = random.Random(1)
+    scores = [
+        pickle.dumps(Scores.of([[float(rewards.random() < 0.5)] for _ in range(PER_RANK)], 1).to_bytes())
+        for _ in range(ranks)
+    ]
+    prompts = [Prompt(f"{number:032}", {}) for number in range(len(completions) // GROUP)]
     gc.collect()
     gc.freeze()
     with timed("outlines"):
-        prompts = [Prompt("0" * 32, {})] * (len(completions) // GROUP)
-        found = bodies.read([pickle.loads(data) for data in (message, *others)], prompts, GROUP)
-    graded = [Graded(found[index], [1.0], 1.0, 0.5) for index in range(len(completions))]
+        finished = bodies.read([pickle.loads(data) for data in (message, *others)], prompts, GROUP)
+        np.unique(spans(finished.rollouts).versions)
+    with timed("grading_moves"):
+        graders = finished.graders(GROUP, ranks)
+        bodies.move_to(finished.rollouts, graders)
+        pick(finished.rollouts, (graders == coordinator.rank).nonzero()[0])
+    with timed("rewards"):
+        gathered = Scores.from_bytes([pickle.loads(data) for data in scores], len(finished))
+        scored = Scored(finished.indices, finished.rollouts, gathered).between(0, len(finished))
+        graded = add_advantages(total_rewards(scored.rollouts, scored.scores, GRADING), GRADING)
+        outcome_metrics(graded.outcomes, GRADING.reward_names, GROUP)
     with timed("samples"):
         samples = samples_of(graded, GROUP, overlong_filter=False, image_reader=None)
         count(samples)
@@ -149,8 +179,6 @@ def measure_exchange(completions: list[int], plan: StepPlan) -> dict[str, Any]:
         if (sender := index // PER_RANK) != 0:
             needed.setdefault(sender, []).append(rollout_of(index, completions[index]))
     coordinator.arriving = {sender: pickle.dumps(moved) for sender, moved in needed.items()}
-    with timed("grading_moves"):
-        bodies.move((found[index].body, index // PER_RANK) for index in range(len(completions)))
     with timed("bodies"):
         mine = bodies.fetch(range(ranks), samples, plan)
         for index in plan.samples_of_ranks()[0]:
@@ -167,7 +195,7 @@ def measure_exchange(completions: list[int], plan: StepPlan) -> dict[str, Any]:
         **{f"{name}_seconds": round(value, 3) for name, value in seconds.items()},
         "network_seconds": round(
             MESSAGE_SECONDS * ((2 * GATHERS + AGREEMENTS) * (ranks - 1).bit_length() + 2 * peers)
-            + (outline_bytes + received + sum(coordinator.sent.values())) / SPEEDS["gloo"],
+            + (outline_bytes + sum(map(len, scores)) + received + sum(coordinator.sent.values())) / SPEEDS["gloo"],
             3,
         ),
     }
@@ -192,6 +220,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         "outlines that a rank receives": lambda r: f"{r['outline_bytes'] / 1e6:,.2f} MB",
         "completions that it receives": lambda r: f"{r['body_bytes'] / 1e6:,.2f} MB",
         "reading the outlines": lambda r: f"{r['outlines_seconds']:.2f} s",
+        "totals, advantages and metrics": lambda r: f"{r['rewards_seconds']:.2f} s",
         "samples of them": lambda r: f"{r['samples_seconds']:.2f} s",
         "moving the completions": lambda r: f"{r['grading_moves_seconds'] + r['bodies_seconds']:.2f} s",
         "messages, with an assumed network": lambda r: f"{r['network_seconds']:.2f} s",

@@ -41,6 +41,9 @@ SECTIONS = {
     },
     "Rewards and advantages": {
         "grading/rewards.py": ["RewardFunctions", "call_reward_functions", "RewardError", "gym_reward"],
+        "grading/scores.py": ["Scores"],
+        "grading/columns.py": ["Rewards"],
+        "grading/graded.py": ["GradedRollouts"],
         "grading/results.py": ["total_rewards", "add_advantages", "BadReward"],
         "grading/advantages.py": ["group_advantages", "gdpo_advantages", "register_estimator"],
     },

@@ -87,7 +87,7 @@ class Body:
         return self.prompt + self.completion
 
 
-@dataclass(slots=True)  # a frozen one takes 3 us instead of 1, and every rank makes those of all ranks
+@dataclass(slots=True)  # a frozen one takes 3 us instead of 1
 class Rollout:
     """One completion of one prompt, token by token as the engine produced it.
 
@@ -145,24 +145,6 @@ class Graded:
     rewards: list[float | None]  # one per reward function; None: the function does not apply
     reward: float | None  # weighted sum; None: the completion has no valid reward and is not trained
     advantage: float
-
-    @property
-    def outcome(self) -> Outcome:
-        rollout = self.rollout
-        sequences = 1 + len(rollout.earlier)
-        return Outcome(self.rewards, self.reward, rollout.length, rollout.truncated, rollout.infos, sequences)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The parts of a graded completion that its metrics need, without its tokens."""
-
-    rewards: list[float | None]  # one per reward function; None: the function does not apply
-    reward: float | None  # weighted sum; None: the completion has no valid reward
-    length: int  # tokens that the policy sampled
-    truncated: bool
-    infos: dict[str, Any]
-    sequences: int = 1
 
 
 @dataclass(frozen=True, slots=True)

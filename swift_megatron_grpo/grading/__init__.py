@@ -2,8 +2,13 @@
 
 rewards.py     calls the reward functions, with timeouts, and validates what they return
 reward_servers.py  scores of classifiers and judges over HTTP
-results.py     total rewards, KL in the reward, dynamic sampling, advantages, reward metrics
-advantages.py  advantage estimators (GRPO, RLOO, REINFORCE++, GDPO) on plain floats, in fp64
+scores.py      their scores of all completions, as an array, and its weighted sums
+columns.py     rewards as arrays, with means and spreads of groups, in fp64
+graded.py      graded completions as arrays, and objects of those that are read
+results.py     from scores to total rewards, KL in the reward, advantages
+resampling.py  dynamic sampling: replaces groups of equal rewards
+metrics.py     reward metrics
+advantages.py  advantage estimators (GRPO, RLOO, REINFORCE++, GDPO)
 tries.py       pass@k and maj@k of evaluations, and the answers that completions give
 token_baselines.py  the optimal token baseline, on plain floats, in fp64
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
+from swift_megatron_grpo.grading.scores import ScoreRow
 from swift_megatron_grpo.runtime.deadlines.interrupt import DeadlineExceeded
 from swift_megatron_grpo.runtime.failures import SharedFailure
 from swift_megatron_grpo.types import Rollout
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 RewardFunction = Callable[..., Any]
 # A time limit on the function of this name: yields its seconds (None: no limit), raises DeadlineExceeded past them.
 Limit = Callable[[str], AbstractContextManager[float | None]]
-Scores = list[list[float | None]]  # [completion][function]
+ScoreRows = list[ScoreRow]  # [completion][function]
 
 _MEDIA = ("images", "videos", "audios")  # may be large: passed without a copy; all other columns are copied
 _OPTIONAL = (*_MEDIA, "tools", "objects")  # ms-swift omits these where they are empty
@@ -64,7 +65,7 @@ def call_reward_functions(
     trainer_state: Any,
     limit: Limit = no_limit,
     drop_failing: bool = False,
-) -> Scores:
+) -> ScoreRows:
     """Call every reward function on all completions and return the scores, [completion][function].
 
     NaN and infinity are passed through: `total_rewards` decides what happens to them. With `drop_failing` a function
@@ -227,7 +228,7 @@ def _forks_end_here(name: str) -> Iterator[None]:
             os._exit(1)
 
 
-def _call_all(rewards: RewardFunctions, batch: _Batch, limit: Limit, drop_failing: bool) -> Scores:
+def _call_all(rewards: RewardFunctions, batch: _Batch, limit: Limit, drop_failing: bool) -> ScoreRows:
     """Call the synchronous functions one after the other, then all coroutine functions; return [function][score]."""
     results: dict[int, list[float | None]] = {}
     later = {}  # names of coroutine functions

@@ -4,6 +4,7 @@ step.py             one step, top to bottom: start reading here
 step_context.py     the step in progress: its metrics, and the time and memory of each phase
 rollouts.py         its first half, from prompts to graded completions; all ranks call the reward functions
 rollout_queue.py    generations: what has started, also ahead of training, and what has arrived
+finished.py         completions by the index of their request, as they finish, and with their scores
 run_ahead.py        which rollouts may start ahead of training, and how stale they would be
 spare_groups.py     how many groups are generated with a rollout in case its own have equal rewards (--spare_groups)
 weight_sync.py      sends weights to the engine and verifies that it runs them

@@ -9,43 +9,30 @@ A completion of several sequences, with experts or with messages is known to all
 
 from __future__ import annotations
 
-import gc
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from swift_megatron_grpo.packing.bins import Ints
+from swift_megatron_grpo.loop.finished import Finished
+from swift_megatron_grpo.packing.bins import Ints, Objects
+from swift_megatron_grpo.packing.completions import REASONS, Facts, OutlinedRollouts, Rare
 from swift_megatron_grpo.packing.outlines import Outline, changed
 from swift_megatron_grpo.packing.plan import StepPlan
-from swift_megatron_grpo.types import Body, Graded, Prompt, Rollout, Sample, Span
+from swift_megatron_grpo.types import Body, Graded, Prompt, Rollout, Sample
 
 if TYPE_CHECKING:  # benchmarks do without Megatron
     from swift_megatron_grpo.runtime.parallel import Coordinator
     from swift_megatron_grpo.training.passes import Passes
 
 _COLUMNS = ("index", "prompt", "completion", "sampled", "first", "version", "has_logprobs", "truncated")
+_INTEGERS = ("prompt", "completion", "sampled", "first", "version")
 _ROW = np.dtype([(name, "<i4") for name in _COLUMNS])
-Rare = tuple[str, dict[str, Any], list[Span] | None]  # finish reason, infos, spans
-_REASONS = ("stop", "length")  # by `truncated`
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Keep Python from looking for cycles among new objects again and again, which takes longer than making them."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class Outlines(NamedTuple):
@@ -85,39 +72,36 @@ class Bodies:
             first = 0 if sampled is None else sampled.index(True) if count else len(sampled)
             rows[place] = (index, len(rollout.prompt_ids), len(rollout.completion_ids), count, first,
                            rollout.weights_version, rollout.logprobs is not None, rollout.truncated)  # fmt: skip
-            if rollout.finish_reason not in _REASONS or rollout.infos or rollout.spans is not None:
+            if rollout.finish_reason not in REASONS or rollout.infos or rollout.spans is not None:
                 rare[index] = (rollout.finish_reason, rollout.infos, rollout.spans)
         return Outlines(rows.tobytes(), rare, whole)
 
-    @_without_collections()
-    def read(self, gathered: Sequence[Outlines], prompts: Sequence[Prompt], group_size: int) -> dict[int, Rollout]:
-        """Return the completions of all ranks by index, in the order of ranks, most of them without tokens."""
+    def read(self, gathered: Sequence[Outlines], prompts: Sequence[Prompt], group_size: int) -> Finished:
+        """Return the completions of all ranks, in the order of ranks, most of them without tokens."""
         rows = np.frombuffer(b"".join(data for data, _, _ in gathered), _ROW)
+        indices = rows["index"].astype(np.int64)
         homes = np.repeat(np.arange(len(gathered)), [len(data) // _ROW.itemsize for data, _, _ in gathered])
-        finished: dict[int, Rollout] = {}
-        no_tokens: list[int] = []
-        no_logprobs: list[float] = []
-        for index, prompt, completion, sampled, first, version, has_logprobs, truncated, home in zip(
-            *(rows[name].tolist() for name in _COLUMNS), homes.tolist(), strict=True
-        ):
-            asked = prompts[index // group_size]
-            body = Body(prompt, completion, sampled, first, home, asked.prompt_id)
-            finished[index] = Rollout(
-                asked, no_tokens, no_tokens, no_logprobs if has_logprobs else None, "", _REASONS[truncated], version,
-                None, None, {}, None, None, (), body,
-            )  # fmt: skip
-        for _, rare, whole in gathered:
-            for index, (reason, infos, spans) in rare.items():
-                finished[index] = replace(finished[index], finish_reason=reason, infos=infos, spans=spans)
-            for index, one in whole.items():
-                finished[index] = replace(one, prompt=prompts[index // group_size])
-        for index, rollout in self._finished.items():
-            if (own := finished[index].body) is not None:
-                self._held[own] = rollout
+        facts = Facts(
+            **{name: rows[name].astype(np.int64) for name in _INTEGERS},
+            home=homes,
+            has_logprobs=rows["has_logprobs"] != 0,
+            truncated=rows["truncated"] != 0,
+            asked=np.fromiter(prompts, np.object_, len(prompts))[indices // group_size],
+            rare=_of_indices(indices, [rare for _, rare, _ in gathered if rare]),
+        )
+        rollouts = OutlinedRollouts(facts)
+        own = (homes == self._rank).nonzero()[0].tolist()
+        for place, rollout in zip(own, self._finished.values(), strict=True):
+            body = rollouts[place].body
+            assert body is not None
+            self._held[body] = rollout
         self._finished = {}
-        if any(whole for _, _, whole in gathered):
-            finished = dict(sorted(finished.items()))  # the members of a group stay neighbours
-        return finished
+        if not any(whole for _, _, whole in gathered):
+            return Finished(indices, rollouts)
+        every = dict(zip(indices.tolist(), rollouts, strict=True))
+        for _, _, whole in gathered:
+            every |= {index: replace(one, prompt=prompts[index // group_size]) for index, one in whole.items()}
+        return Finished.of(dict(sorted(every.items())))  # the members of a group stay neighbours
 
     # ---- moves
 
@@ -138,15 +122,24 @@ class Bodies:
         for home, rollouts in self._coordinator.exchange(outgoing, list(incoming)).items():
             self._held.update(zip(incoming[home], rollouts, strict=True))
 
+    def move_to(self, rollouts: Sequence[Rollout], ranks: Ints) -> None:
+        """Send the tokens of each completion to a rank. Bodies are made of those that this rank sends or receives."""
+        places = range(len(rollouts))
+        if isinstance(rollouts, OutlinedRollouts):
+            homes = rollouts.facts.home
+            moves = (homes != ranks) & ((homes == self._rank) | (ranks == self._rank))
+            places = moves.nonzero()[0].tolist()
+        self.move((rollouts[i].body, int(ranks[i])) for i in places)
+
     def whole(self, rollout: Rollout) -> Rollout:
         """Return a completion that this rank holds, with its tokens and the row of its prompt."""
         return rollout if rollout.body is None else replace(self._held[rollout.body], prompt=rollout.prompt)
 
-    def whole_on(self, rank: int, graded: Sequence[Graded]) -> list[Graded]:
+    def whole_on(self, rank: int, graded: Sequence[Graded]) -> Sequence[Graded]:
         """Return completions with their tokens on one rank, which writes them, and as they are on all others."""
         self.move((completion.rollout.body, rank) for completion in graded)
         if rank != self._rank:
-            return list(graded)
+            return graded
         return [replace(completion, rollout=self.whole(completion.rollout)) for completion in graded]
 
     # ---- samples
@@ -200,6 +193,17 @@ class Bodies:
             rollout_logprobs=engine,
             old_logprobs=engine if from_engine else sample.old_logprobs,
         )
+
+
+def _of_indices(indices: Ints, parts: Sequence[Mapping[int, Rare]]) -> Objects:
+    """Return the rare values of completions with these indices; None: it has none."""
+    values = np.full(len(indices), None)
+    if parts:
+        places = dict(zip(indices.tolist(), range(len(indices)), strict=True))
+        for part in parts:
+            for index, rare in part.items():
+                values[places[index]] = rare
+    return values
 
 
 def _can_stay(rollout: Rollout) -> bool:

@@ -13,23 +13,23 @@ import numpy as np
 import torch
 
 from swift_megatron_grpo.data.prompts import PromptSource
-from swift_megatron_grpo.grading.advantages import usable
-from swift_megatron_grpo.grading.results import outcome_metrics
+from swift_megatron_grpo.grading.graded import GradedRollouts, Outcomes
+from swift_megatron_grpo.grading.metrics import outcome_metrics
 from swift_megatron_grpo.grading.tries import Try, answer_of, tries_metrics
 from swift_megatron_grpo.settings.config import GRPOConfig
-from swift_megatron_grpo.types import Graded, Outcome, Prompt
+from swift_megatron_grpo.types import Prompt
 
 logger = logging.getLogger(__name__)
 
 # Generates and grades completions of prompts; returns them with the seconds of phases and metrics of the weight sync.
-Grade: TypeAlias = Callable[[Sequence[Prompt]], tuple[list[Graded], dict[str, float]]]
+Grade: TypeAlias = Callable[[Sequence[Prompt]], tuple[GradedRollouts, dict[str, float]]]
 
 
 class _Scored(NamedTuple):
-    """One completion, without its tokens: a dataset may have millions of them."""
+    """Completions without their tokens: a dataset may have millions of them."""
 
-    outcome: Outcome
-    attempt: Try | None  # None: the function that decides about correctness does not apply
+    outcomes: Outcomes
+    tries: list[Try | None]  # None: the function that decides about correctness does not apply
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Evaluation:
                     prompts = source.take(min(evaluation.prompts_at_once, size - begin))
                     graded, of_phases = self.grade(prompts)
                     phases.update(of_phases)
-                    scored[name] += map(self._score, graded)
+                    scored[name].append(self._score(graded))
                     on_round()
         metrics = self._metrics(list(chain.from_iterable(scored.values())))
         for name, of_dataset in scored.items():
@@ -71,19 +71,23 @@ class Evaluation:
                 metrics |= {f"{name}/{metric}": value for metric, value in of_name.items()}
         return metrics | phases
 
-    def _score(self, graded: Graded) -> _Scored:
+    def _score(self, graded: GradedRollouts) -> _Scored:
         evaluation = self.config.evaluation
-        value = graded.rewards[evaluation.correct_reward]
-        if value is None or not usable(value):
-            return _Scored(graded.outcome, None)
-        return _Scored(graded.outcome, Try(value >= evaluation.correct_from, answer_of(graded.rollout.text)))
+        scores = graded.outcomes.scores.column(evaluation.correct_reward)
+        correct = (scores.values >= evaluation.correct_from).tolist()
+        tries = [
+            Try(is_correct, answer_of(rollout.text)) if counts else None
+            for rollout, is_correct, counts in zip(graded.rollouts, correct, scores.valid.tolist(), strict=True)
+        ]
+        return _Scored(graded.outcomes, tries)
 
     def _metrics(self, scored: Sequence[_Scored]) -> dict[str, float]:
         grading = self.config.grading
         size = self.config.evaluation.num_generations
-        outcomes = [one.outcome for one in scored]
-        groups = [scored[begin : begin + size] for begin in range(0, len(scored), size)]
-        tries = [[one.attempt for one in group if one.attempt is not None] for group in groups]
+        outcomes = Outcomes.joined([part.outcomes for part in scored])
+        every = list(chain.from_iterable(part.tries for part in scored))
+        groups = [every[begin : begin + size] for begin in range(0, len(every), size)]
+        tries = [[one for one in group if one is not None] for group in groups]
         rewards = outcome_metrics(outcomes, grading.reward_names, size, grading.scale_rewards)
         return rewards | tries_metrics(tries, size)
 

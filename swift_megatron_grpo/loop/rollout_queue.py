@@ -9,15 +9,19 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from swift_megatron_grpo.generation.interface import Generation, Request, evaluation_requests, requests_for
 from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS
 from swift_megatron_grpo.loop.bodies import Outlines
 from swift_megatron_grpo.loop.checks.experts import check_experts
+from swift_megatron_grpo.loop.finished import NONE_FINISHED, Finished, Scored
 from swift_megatron_grpo.loop.run_ahead import RunAhead
 from swift_megatron_grpo.loop.spare_groups import SpareGroups
 from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.step_context import StepContext
 from swift_megatron_grpo.output.recording.reading import Recorded
+from swift_megatron_grpo.packing import completions
 from swift_megatron_grpo.runtime.failures import SharedFailure
 from swift_megatron_grpo.settings.config import EvaluationConfig, GRPOConfig, SamplingConfig
 from swift_megatron_grpo.types import Prompt, Rollout
@@ -29,12 +33,12 @@ class StartedRollout:
 
     prompts: Sequence[Prompt]
     group_size: int  # completions of one prompt
-    recorded: Recorded = field(default_factory=dict)  # generated and graded before: by an earlier run, or as spare ones
+    recorded: Scored  # generated and graded before: by an earlier run, or as spare ones
     generation: Generation | None = None  # None: all are recorded
     missing: int = 0  # completions not received yet
     versions: set[int] = field(default_factory=set)  # of weights that may generate them
     is_read_whole: bool = False  # every rank reads the tokens of all completions
-    kept: dict[int, Rollout] = field(default_factory=dict)  # received before they were needed
+    kept: Finished = NONE_FINISHED  # received before they were needed
 
     @property
     def size(self) -> int:
@@ -74,7 +78,7 @@ class RolloutQueue:
         return source.take(count)
 
     def take(
-        self, rollout: int, draw: int, prompts: Sequence[Prompt], step: StepContext, ready: Recorded
+        self, rollout: int, draw: int, prompts: Sequence[Prompt], step: StepContext, ready: Scored
     ) -> StartedRollout:
         """Return one draw of a rollout; it starts now unless it was started ahead. `ready`: what is graded already."""
         if draw == 0 and self._started:
@@ -87,7 +91,7 @@ class RolloutQueue:
             idle = self._in_flight or self._engine_is_idle()
             if not self._ahead.may_start(rollout, self._engine_version, step.version, idle):
                 return
-            self._started.append(self._start_draw(rollout, 0, self.prompts(rollout), step, {}))
+            self._started.append(self._start_draw(rollout, 0, self.prompts(rollout), step, self.nothing_scored()))
 
     def start_evaluation(
         self, prompts: Sequence[Prompt], evaluation: EvaluationConfig, step: StepContext
@@ -95,22 +99,23 @@ class RolloutQueue:
         """Start to generate with the current weights. Rollouts that have started are finished first, and kept."""
         for started in self._started:
             while started.missing:
-                started.kept |= self._receive(started, step)
+                started.kept = Finished.joined([started.kept, self._receive(started, step)])
         self._prepare_engine(step)
         sampling = evaluation.sampling
         assert sampling.seed is not None
-        evaluated = StartedRollout(prompts, evaluation.num_generations, is_read_whole=True)
+        evaluated = StartedRollout(prompts, evaluation.num_generations, self.nothing_scored(), is_read_whole=True)
         self._generate(evaluated, evaluation_requests(prompts, evaluated.group_size, sampling.seed), sampling)
         return evaluated
 
     def _start_draw(
-        self, rollout: int, draw: int, prompts: Sequence[Prompt], step: StepContext, ready: Recorded
+        self, rollout: int, draw: int, prompts: Sequence[Prompt], step: StepContext, ready: Scored
     ) -> StartedRollout:
         """Start to generate what is not there of a draw, and spare groups with the first one."""
         logprobs = logprobs_requested(self._config, rollout, self.first)
         sampling = replace(self._config.sampling, logprobs=logprobs)
-        started = StartedRollout(prompts, self._config.grading.num_generations)
-        started.recorded = ready | self._recorded(rollout, draw, started, step)
+        group_size = self._config.grading.num_generations
+        earlier = self._recorded(rollout, draw, prompts, group_size, step)  # none if there are spare ones
+        started = StartedRollout(prompts, group_size, Scored.joined([ready, earlier]))
         if len(started.recorded) < started.size:
             self._prepare_engine(step)
             if draw == 0:
@@ -119,9 +124,8 @@ class RolloutQueue:
             requests = requests_for(
                 started.prompts, started.group_size, sampling.seed, self._engine_version, with_experts
             )
-            self._generate(
-                started, [request for request in requests if request.index not in started.recorded], sampling
-            )
+            recorded = set(started.recorded.indices.tolist())
+            self._generate(started, [request for request in requests if request.index not in recorded], sampling)
         return started
 
     def _prepare_engine(self, step: StepContext, collected: Sequence[StartedRollout] = ()) -> None:
@@ -155,14 +159,19 @@ class RolloutQueue:
         runs = any(started.generation is not None and started.generation.is_running for started in self._started)
         return not any(self._stages.coordinator.all_gather(runs))
 
-    def _recorded(self, rollout: int, draw: int, started: StartedRollout, step: StepContext) -> Recorded:
+    def nothing_scored(self) -> Scored:
+        return Scored.of({}, len(self._config.grading.reward_names))
+
+    def _recorded(
+        self, rollout: int, draw: int, prompts: Sequence[Prompt], group_size: int, step: StepContext
+    ) -> Scored:
         """Return the completions that an earlier run has dumped, on every rank; rank 0 reads them.
 
         They are used up to the first rollout that is not complete: with its other completions, the earlier run trained
         other weights.
         """
         if not self._reads_recorded:
-            return {}
+            return self.nothing_scored()
 
         def accepts(version: int) -> bool:
             if not self._ahead.max_staleness:
@@ -172,23 +181,22 @@ class RolloutQueue:
         def read() -> Recorded:
             if self._stages.earlier is None:
                 return {}
-            found = self._stages.earlier.take(rollout, draw, started.prompts, started.group_size, accepts)
+            found = self._stages.earlier.take(rollout, draw, prompts, group_size, accepts)
             return {index: (_without_row(completion), rewards) for index, (completion, rewards) in found.items()}
 
         with step.timer("replay"):
             gathered = self._stages.coordinator.all_gather_or_raise(read, "reading dumped rollouts")
         found = {index: value for part in gathered for index, value in part.items()}
-        self._reads_recorded = len(found) == started.size
-        return {
-            index: (replace(completion, prompt=started.prompts[index // started.group_size]), rewards)
+        self._reads_recorded = len(found) == len(prompts) * group_size
+        with_rows = {
+            index: (replace(completion, prompt=prompts[index // group_size]), rewards)
             for index, (completion, rewards) in found.items()
         }
+        return Scored.of(with_rows, len(self._config.grading.reward_names))
 
     # ---- collect
 
-    def collect(
-        self, started: StartedRollout, step: StepContext, ahead_of: int | None = None
-    ) -> Iterator[dict[int, Rollout]]:
+    def collect(self, started: StartedRollout, step: StepContext, ahead_of: int | None = None) -> Iterator[Finished]:
         """Yield whole groups as they finish. Before the last ones, release the engine and start rollouts ahead.
 
         With weights in flight, rollouts ahead start before the first ones.
@@ -201,8 +209,7 @@ class RolloutQueue:
             assert self._stages.generation is not None
             if started.kept:
                 with step.timer("generation"):  # no time passes, but the log then has a 0 for the phase
-                    groups = started.kept
-                    started.kept = {}
+                    groups, started.kept = started.kept, NONE_FINISHED
             else:
                 groups = self._receive(started, step)
             if not groups:
@@ -215,7 +222,7 @@ class RolloutQueue:
                     self.start_ahead(ahead_of, step)
             yield groups
 
-    def _receive(self, started: StartedRollout, step: StepContext) -> dict[int, Rollout]:
+    def _receive(self, started: StartedRollout, step: StepContext) -> Finished:
         """Wait for progress of a generation, on all ranks; return the groups that have finished, if any."""
         with step.timer("generation"):
             finished, needs_weights = self._wait(started, step)
@@ -224,8 +231,7 @@ class RolloutQueue:
             self._stages.sync.resend(step.version, step.timer)
             # newer weights generate the rest, if no server has those of its start any more
             self._set_version(step.version, [started])
-        used = {version for rollout in finished.values() for version, _ in rollout.spans_of_weights}
-        unexpected = used - started.versions
+        unexpected = set(np.unique(completions.spans(finished.rollouts).versions).tolist()) - started.versions
         if unexpected:
             raise RuntimeError(
                 f"completions of weights {sorted(unexpected)} were returned instead of "
@@ -235,7 +241,7 @@ class RolloutQueue:
         started.missing -= len(finished)
         return finished
 
-    def _wait(self, started: StartedRollout, step: StepContext) -> tuple[dict[int, Rollout], bool]:
+    def _wait(self, started: StartedRollout, step: StepContext) -> tuple[Finished, bool]:
         """Return what has finished on any rank, and whether an engine waits for weights."""
         bodies = None if started.is_read_whole else self._stages.bodies
         engine = self._stages.generation
@@ -258,12 +264,13 @@ class RolloutQueue:
             outlines = [part for part in parts if isinstance(part, Outlines)]
             finished = bodies.read(outlines, started.prompts, started.group_size)
         else:
-            finished = {
+            every = {
                 index: replace(completion, prompt=started.prompts[index // started.group_size])
                 for part in parts
                 if isinstance(part, dict)
                 for index, completion in part.items()
             }
+            finished = Finished.of(every)
         return finished, any(needs_weights for _, needs_weights in gathered)
 
     def check_experts(self, rollouts: Iterable[Rollout]) -> None:

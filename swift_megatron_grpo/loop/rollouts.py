@@ -1,21 +1,26 @@
 """Rollouts, from prompts to graded completions."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-from swift_megatron_grpo.generation.interface import Share
+import numpy as np
+
 from swift_megatron_grpo.generation.vllm.drafts import DraftCounts
-from swift_megatron_grpo.grading.results import resample, total_rewards
+from swift_megatron_grpo.grading.graded import GradedRollouts
+from swift_megatron_grpo.grading.resampling import resample
+from swift_megatron_grpo.grading.results import total_rewards
 from swift_megatron_grpo.grading.rewards import call_reward_functions
+from swift_megatron_grpo.grading.scores import Scores
+from swift_megatron_grpo.loop.finished import Finished, Scored
 from swift_megatron_grpo.loop.rollout_queue import RolloutQueue
 from swift_megatron_grpo.loop.run_ahead import RunAhead
 from swift_megatron_grpo.loop.spare_groups import SpareGroups
 from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.step_context import StepContext
-from swift_megatron_grpo.output.recording.reading import Recorded
+from swift_megatron_grpo.packing import completions
 from swift_megatron_grpo.runtime.deadlines.interrupt import DeadlineExceeded
 from swift_megatron_grpo.settings.config import EvaluationConfig, GRPOConfig
 from swift_megatron_grpo.types import Graded, Prompt, Rollout
@@ -41,7 +46,7 @@ class Rollouts:
         self.last += 1
         self._queue.first += 1
 
-    def take(self, step: StepContext) -> list[Graded]:
+    def take(self, step: StepContext) -> GradedRollouts:
         """Return the next rollout with its total rewards."""
         self.last += 1
         rollout = self.last
@@ -54,18 +59,17 @@ class Rollouts:
             graded, _ = self._draw(rollout, 0, prompts, step, ahead_of=rollout)
         step.metrics.update(self._take_draft_counts())
         if self._ahead.max_staleness:
-            step.metrics.update(self._ahead.metrics(rollout, [completion.rollout for completion in graded]))
+            step.metrics.update(self._ahead.metrics(rollout, graded.rollouts))
         return graded
 
-    def evaluate(self, prompts: Sequence[Prompt], evaluation: EvaluationConfig, step: StepContext) -> list[Graded]:
+    def evaluate(self, prompts: Sequence[Prompt], evaluation: EvaluationConfig, step: StepContext) -> GradedRollouts:
         """Generate with the current weights and grade. Rollouts that have started are finished first, and kept."""
         started = self._queue.start_evaluation(prompts, evaluation, step)
-        graded: Recorded = {}
-        for groups in self._queue.collect(started, step):
-            graded |= self._grade(groups, started.group_size, step)
-        self._draft_from(graded)
+        groups = self._queue.collect(started, step)
+        scored = Scored.joined([self._grade(finished, started.group_size, step) for finished in groups])
+        self._draft_from(scored)
         self._take_draft_counts()  # the log has those of rollouts
-        return self._with_totals(graded)
+        return self._with_totals(scored.between(0, started.size))
 
     def _draw(
         self,
@@ -74,40 +78,40 @@ class Rollouts:
         prompts: Sequence[Prompt],
         step: StepContext,
         ahead_of: int | None = None,
-        ready: Recorded | None = None,
-    ) -> tuple[list[Graded], Recorded]:
+        ready: Scored | None = None,
+    ) -> tuple[GradedRollouts, Scored]:
         """Generate, grade and dump, or read a dump. Later rollouts start ahead of rollout `ahead_of` then.
 
         `ready`: completions of this draw that are graded already. Return its completions, and those of the spare groups
         that were generated with it.
         """
         if self._stages.replay is not None:
-            return self._replayed(rollout, draw, prompts, step), {}
+            return self._replayed(rollout, draw, prompts, step), self._queue.nothing_scored()
         dump = self._stages.dump
-        started = self._queue.take(rollout, draw, prompts, step, ready or {})
+        started = self._queue.take(rollout, draw, prompts, step, ready or self._queue.nothing_scored())
         size = len(prompts) * started.group_size
-        graded = dict(started.recorded)
-        for groups in self._queue.collect(started, step, ahead_of):
-            new = self._grade(groups, started.group_size, step)
-            graded |= new
-            if dump is not None and len(graded) < started.size:
-                drawn = (new[index] for index in sorted(new) if index < size)
+        parts = [started.recorded]
+        for finished in self._queue.collect(started, step, ahead_of):
+            parts.append(self._grade(finished, started.group_size, step))
+            if dump is not None and sum(map(len, parts)) < started.size:
+                drawn = parts[-1].between(0, size).rows()
                 dump.append(rollout, draw, [Graded(completion, rewards, None, 0.0) for completion, rewards in drawn])
-        self._draft_from(graded)
-        result = self._with_totals({index: graded[index] for index in range(size)})
+        scored = Scored.joined(parts)
+        self._draft_from(scored)
+        result = self._with_totals(scored.between(0, size))
         if dump is not None:
             with step.timer("dump"):
                 self._stages.coordinator.all_gather_or_raise(
                     lambda: dump.write(rollout, draw, result), "--rollout_dump"
                 )
-        return result, {index - size: graded[index] for index in range(size, started.size)}
+        return result, scored.between(size, started.size)
 
-    def _draft_from(self, graded: Recorded) -> None:
+    def _draft_from(self, scored: Scored) -> None:
         """Let every engine draft from these completions from now on, whichever has generated them."""
         if self._stages.drafts is not None:
             self._stages.drafts.remember(
                 (sequence.prompt_ids, sequence.completion_ids)
-                for completion, _ in graded.values()
+                for completion in scored.rollouts
                 for sequence in completion.sequences
             )
 
@@ -126,39 +130,31 @@ class Rollouts:
             "drafts/steps_saved": total.accepted / total.tokens if total.tokens else 0.0,
         }
 
-    def _replayed(self, rollout: int, draw: int, prompts: Sequence[Prompt], step: StepContext) -> list[Graded]:
+    def _replayed(self, rollout: int, draw: int, prompts: Sequence[Prompt], step: StepContext) -> GradedRollouts:
         assert self._stages.replay is not None
         grading = self._config.grading
         with step.timer("replay"):
             rollouts, rewards = self._stages.replay.take(rollout, draw, prompts, grading.num_generations)
             self._queue.check_experts(rollouts)
-            return total_rewards(rollouts, rewards, grading)
+            return total_rewards(rollouts, Scores.of(rewards, len(grading.reward_names)), grading)
 
-    def _grade(self, groups: Mapping[int, Rollout], group_size: int, step: StepContext) -> Recorded:
-        """Return whole groups of completions with their rewards. Every rank calls the reward functions for some."""
-        coordinator = self._stages.coordinator
-        rollouts = list(groups.values())
-        whole = [rollouts[i : i + group_size] for i in range(0, len(rollouts), group_size)]
-        ranks = range(coordinator.world_size)
-        shares = [Share(rank, coordinator.world_size, reports=True).pick(whole) for rank in ranks]
-        bodies = self._stages.bodies
+    def _grade(self, finished: Finished, group_size: int, step: StepContext) -> Scored:
+        """Return whole groups of completions with their scores. Every rank calls the reward functions for some."""
+        coordinator, bodies = self._stages.coordinator, self._stages.bodies
+        graders = finished.graders(group_size, coordinator.world_size)
         if bodies is not None:
-            bodies.move((rollout.body, rank) for rank in ranks for group in shares[rank] for rollout in group)
-        local = [
-            rollout if bodies is None else bodies.whole(rollout)
-            for group in shares[coordinator.rank]
-            for rollout in group
-        ]
-        drops = self._config.grading.bad_reward == "drop"
+            bodies.move_to(finished.rollouts, graders)
+        own = completions.pick(finished.rollouts, (graders == coordinator.rank).nonzero()[0])
+        local = [rollout if bodies is None else bodies.whole(rollout) for rollout in own]
         with step.timer("grading"):
-            gathered = coordinator.all_gather_or_raise(
-                lambda: call_reward_functions(
-                    local, self._stages.rewards, self._trainer_state, self._reward_limit, drops
-                ),
-                "grading",
-            )
-        rewards = [row for rows in gathered for row in rows]
-        return {index: (groups[index], row) for index, row in zip(groups, rewards, strict=True)}
+            gathered = coordinator.all_gather_or_raise(lambda: self._scores_of(local).to_bytes(), "grading")
+        return Scored(finished.indices, finished.rollouts, Scores.from_bytes(gathered, len(finished)))
+
+    def _scores_of(self, rollouts: Sequence[Rollout]) -> Scores:
+        """Call the reward functions on completions of which this rank has the tokens."""
+        rewards, drops = self._stages.rewards, self._config.grading.bad_reward == "drop"
+        rows = call_reward_functions(rollouts, rewards, self._trainer_state, self._reward_limit, drops)
+        return Scores.of(rows, len(rewards.names))
 
     @contextmanager
     def _reward_limit(self, what: str) -> Iterator[float | None]:
@@ -172,26 +168,23 @@ class Rollouts:
                 raise stop.give_up(what) from None
             raise
 
-    def _with_totals(self, graded: Recorded) -> list[Graded]:
-        in_order = [graded[index] for index in range(len(graded))]
-        return total_rewards(
-            [rollout for rollout, _ in in_order], [rewards for _, rewards in in_order], self._config.grading
-        )
+    def _with_totals(self, scored: Scored) -> GradedRollouts:
+        assert np.array_equal(scored.indices, np.arange(len(scored))), "every request has one completion"
+        return total_rewards(scored.rollouts, scored.scores, self._config.grading)
 
     def _replace_uniform_groups(
-        self, rollout: int, graded: list[Graded], spare: Recorded, step: StepContext
-    ) -> list[Graded]:
+        self, rollout: int, graded: GradedRollouts, spare: Scored, step: StepContext
+    ) -> GradedRollouts:
         """Replace groups of equal rewards by groups of further prompts, first by the `spare` ones."""
         grading = self._config.grading
         group_size, per_rollout = grading.num_generations, self._config.batch.rollout_prompts
         draws = count(1)  # the first one is in `graded`
         drawn = 0  # groups
 
-        def draw(groups: int) -> list[Graded]:
+        def draw(groups: int) -> GradedRollouts:
             nonlocal drawn
             prompts = self._queue.drawn_prompts(rollout, drawn, groups)
-            places = range(drawn * group_size, (drawn + groups) * group_size)
-            ready = {index - places.start: spare[index] for index in places if index in spare}
+            ready = spare.between(drawn * group_size, (drawn + groups) * group_size)
             drawn += groups
             return self._draw(rollout, next(draws), prompts, step, ready=ready)[0]
 

@@ -5,12 +5,18 @@ of optimizer steps behind them. The staleness of a rollout is the number of roll
 generate it and itself; in a synchronous run it is 0.
 """
 
-from collections import Counter
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from typing import TypeVar
 
+import numpy as np
+
+from swift_megatron_grpo.packing.bins import Ints, sums
+from swift_megatron_grpo.packing.completions import spans
 from swift_megatron_grpo.types import Rollout
+
+Versions = TypeVar("Versions", int, Ints)  # of one completion, or of several
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +27,7 @@ class RunAhead:
     first_version: int  # of the weights before that rollout
     total_steps: int  # rollouts that would not be trained are not generated
 
-    def staleness(self, rollout: int, version: int) -> int:
+    def staleness(self, rollout: int, version: Versions) -> Versions:
         """Return the staleness of completions by these weights, which count as those before a rollout in training."""
         trained = (version - self.first_version) // self.steps_per_rollout
         return rollout - self.first_rollout - trained
@@ -33,22 +39,20 @@ class RunAhead:
 
     def metrics(self, number: int, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Return the staleness of the tokens of a rollout: means of completions, the most, and the share of each."""
-        spans = [rollout.spans_of_weights for rollout in rollouts]
-        stale = [[(self.staleness(number, version), tokens) for version, tokens in parts] for parts in spans]
-        means = [
-            sum(age * tokens for age, tokens in parts) / max(sum(tokens for _, tokens in parts), 1) for parts in stale
-        ]
-        tokens_of_age = Counter[int]()
-        for age, tokens in chain.from_iterable(stale):
-            tokens_of_age[age] += tokens
-        all_tokens = max(tokens_of_age.total(), 1)
+        numbers, versions, tokens = spans(rollouts)
+        ages = self.staleness(number, versions)
+        of_completions = sums(numbers, tokens, len(rollouts))
+        means = sums(numbers, ages * tokens, len(rollouts)) / np.maximum(of_completions, 1)
+        all_tokens = max(int(tokens.sum()), 1)
         shares = {
-            f"rollout/staleness_{age}_frac": tokens_of_age[age] / all_tokens for age in range(self.max_staleness + 1)
+            f"rollout/staleness_{age}_frac": int(tokens[ages == age].sum()) / all_tokens
+            for age in range(self.max_staleness + 1)
         }
+        of_other_weights = (np.diff(numbers) == 0) & (np.diff(versions) != 0)  # than the span before it
         return shares | {
-            "rollout/staleness": sum(means) / len(means),
-            "rollout/staleness_max": max(age for parts in stale for age, _ in parts),
-            "rollout/several_weights": sum(len({version for version, _ in parts}) > 1 for parts in spans),
+            "rollout/staleness": math.fsum(means.tolist()) / len(means),
+            "rollout/staleness_max": int(ages.max()),
+            "rollout/several_weights": len(np.unique(numbers[1:][of_other_weights])),
         }
 
     def may_start(self, rollout: int, engine_version: int, newest: int, idle: bool) -> bool:

@@ -3,15 +3,17 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
-from operator import attrgetter, ne
+from operator import is_not
 
 import numpy as np
 
 from swift_megatron_grpo.data.image_reader import ImageReader, Medium
 from swift_megatron_grpo.data.teacher_prompts import TeacherPrompts
-from swift_megatron_grpo.packing.bins import Ints
+from swift_megatron_grpo.grading.graded import GradedRollouts
+from swift_megatron_grpo.packing.bins import Bools
+from swift_megatron_grpo.packing.completions import Facts, OutlinedRollouts
 from swift_megatron_grpo.packing.outlines import Outline, OutlinedSamples, Prompts, changed
-from swift_megatron_grpo.types import Graded, PlacedImage, Rollout, Sample, TokenSequence
+from swift_megatron_grpo.types import Graded, PlacedImage, Prompt, Rollout, Sample, TokenSequence
 
 NO_TOKEN = -1  # a token that the policy sampled stands for no image
 
@@ -30,8 +32,8 @@ def samples_of(
     `replays_engine`: its routers choose the experts that the engine chose. `tag_column`: its value picks the teacher of
     a row.
     """
-    if all(completion.rollout.body is not None for completion in graded):
-        return _outlined(graded, group_size, overlong_filter)
+    if isinstance(graded, GradedRollouts) and isinstance(graded.rollouts, OutlinedRollouts):
+        return _outlined(graded, graded.rollouts.facts, group_size, overlong_filter)
     read: dict[str, list[Medium]] = {}  # by prompt: its images are read once
 
     def place(rollout: Rollout, sequence: TokenSequence) -> tuple[PlacedImage, ...]:
@@ -88,39 +90,38 @@ def samples_of(
     return samples
 
 
-def _outlined(graded: Sequence[Graded], group_size: int, overlong_filter: bool) -> OutlinedSamples:
+def _outlined(graded: GradedRollouts, facts: Facts, group_size: int, overlong_filter: bool) -> OutlinedSamples:
     """Return the samples of completions that all stay on their ranks."""
-    bodies = [completion.rollout.body for completion in graded if completion.rollout.body is not None]
-
-    def column(name: str) -> Ints:
-        return np.fromiter(map(attrgetter(name), bodies), np.int64, len(bodies))
-
-    prompts, sampled = column("prompt"), column("sampled")
-    lengths = prompts + column("completion")
-    valid = np.fromiter((completion.reward is not None for completion in graded), np.bool_, len(graded))
-    too_long = np.zeros_like(valid)
-    if overlong_filter:
-        too_long = valid & [completion.rollout.truncated for completion in graded]
+    lengths = facts.prompt + facts.completion
+    valid = graded.outcomes.rewards.valid
+    too_long = valid & facts.truncated if overlong_filter else np.zeros_like(valid)
     trained = valid & ~too_long
-    numbers = np.arange(len(bodies))
+    numbers = np.arange(len(graded))
     groups = numbers // group_size
     outline = Outline(
         lengths=lengths,
-        trained=np.where(trained, sampled, 0),
+        trained=np.where(trained, facts.sampled, 0),
         groups=groups,
         completions=numbers,
-        left_out=np.where(too_long, sampled, 0),
-        homes=column("home"),
-        answers=np.zeros(len(bodies), np.bool_),
+        left_out=np.where(too_long, facts.sampled, 0),
+        homes=facts.home,
+        answers=np.zeros(len(graded), np.bool_),
     )
-    rows = [body.prompt_id for body in bodies]
-    differs = np.fromiter(map(ne, rows, islice(rows, 1, None)), np.bool_, max(len(rows) - 1, 0))
+    differs = _follow_another_prompt(facts.asked.tolist())
     number = np.concatenate([[0], np.cumsum(differs | (np.diff(groups) > 0))])
 
     def make(i: int) -> Sample:
         return _without_tokens(graded[i], i, i // group_size, bool(trained[i]), bool(too_long[i]))
 
-    return OutlinedSamples(outline, Prompts(number, np.minimum(prompts, lengths - 1)), make)
+    return OutlinedSamples(outline, Prompts(number, np.minimum(facts.prompt, lengths - 1)), make)
+
+
+def _follow_another_prompt(asked: Sequence[Prompt]) -> Bools:
+    """Return for each prompt but the first if it is another one than that before it."""
+    is_another_object = np.fromiter(map(is_not, asked, islice(asked, 1, None)), np.bool_)
+    for place in is_another_object.nonzero()[0].tolist():
+        is_another_object[place] = asked[place].prompt_id != asked[place + 1].prompt_id
+    return is_another_object
 
 
 def _without_tokens(completion: Graded, index: int, group: int, trained: bool, too_long: bool) -> Sample:

@@ -31,6 +31,7 @@ The new weights are sent to the engine when the next rollout starts.
 """
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -40,7 +41,9 @@ from typing import Any
 import numpy as np
 
 from swift_megatron_grpo.data.image_reader import media_digests
-from swift_megatron_grpo.grading.results import add_advantages, outcome_metrics, subtract_kl
+from swift_megatron_grpo.grading.graded import GradedRollouts
+from swift_megatron_grpo.grading.metrics import outcome_metrics
+from swift_megatron_grpo.grading.results import add_advantages, subtract_kl
 from swift_megatron_grpo.loop.checks.experts import check_reported
 from swift_megatron_grpo.loop.checks.sequences import check_sequences
 from swift_megatron_grpo.loop.rollouts import Rollouts
@@ -57,6 +60,7 @@ from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.step_context import PhaseTimer, StepContext
 from swift_megatron_grpo.loop.training_batches import TrainingBatches
 from swift_megatron_grpo.output.recording.unfinished import UnfinishedRollout, save_unfinished
+from swift_megatron_grpo.packing.bins import sums
 from swift_megatron_grpo.packing.collate import num_completions
 from swift_megatron_grpo.packing.outlines import Outline
 from swift_megatron_grpo.settings.config import GRPOConfig
@@ -65,7 +69,7 @@ from swift_megatron_grpo.training.loss import effective_sample_size, make_loss, 
 from swift_megatron_grpo.training.loss.correction import second_moment_limit
 from swift_megatron_grpo.training.loss.kl import KlController, divergences
 from swift_megatron_grpo.training.passes import Output
-from swift_megatron_grpo.types import Graded, Prompt, Sample
+from swift_megatron_grpo.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +117,7 @@ class GRPOLoop:
         self._finish_grading(self._rollouts.take(step), step)
         return step.metrics | step.timer.seconds()
 
-    def evaluate(self, prompts: Sequence[Prompt]) -> tuple[list[Graded], dict[str, float]]:
+    def evaluate(self, prompts: Sequence[Prompt]) -> tuple[GradedRollouts, dict[str, float]]:
         """Generate and grade completions without training. GPU memory stays as generation needed it."""
         step = self._begin_step()
         graded = self._rollouts.evaluate(prompts, self.config.evaluation, step)
@@ -142,7 +146,8 @@ class GRPOLoop:
     def _roll_out(self, step: StepContext) -> None:
         """Fill the batches with the next rollout, or with the rest of the one that the checkpoint interrupted."""
         if self._unfinished is not None:
-            check_sequences(self._unfinished.graded, self.config)
+            functions = len(self.config.grading.reward_names)
+            check_sequences(GradedRollouts.of(self._unfinished.graded, functions), self.config)
             self._rollouts.skip()
             self._batches.resume(self._unfinished, step)
             self._unfinished = None
@@ -150,13 +155,13 @@ class GRPOLoop:
         graded = self._rollouts.take(step)
         check_sequences(graded, self.config)
         if self.config.routing.router_replay_mode == "R3":
-            check_reported([completion.rollout for completion in graded], self.stages.replay is not None)
+            check_reported(graded.rollouts, self.stages.replay is not None)
         if self.config.kl.kl_in_reward:
             graded = self._subtract_kl(graded, step)
         graded = self._finish_grading(graded, step)
         self._batches.fill(self._rollouts.last, graded, step)
 
-    def _finish_grading(self, graded: Sequence[Graded], step: StepContext) -> list[Graded]:
+    def _finish_grading(self, graded: GradedRollouts, step: StepContext) -> GradedRollouts:
         """Add advantages, and log completions and rewards."""
         grading = self.config.grading
         result = add_advantages(graded, grading)
@@ -165,9 +170,8 @@ class GRPOLoop:
             log.append(bodies.whole_on(self.stages.coordinator.world_size - 1, result))
         else:
             log.append(result)
-        outcomes = [completion.outcome for completion in result]
         step.metrics.update(
-            outcome_metrics(outcomes, self.stages.rewards.names, grading.num_generations, grading.scale_rewards)
+            outcome_metrics(result.outcomes, self.stages.rewards.names, grading.num_generations, grading.scale_rewards)
         )
         return result
 
@@ -208,7 +212,7 @@ class GRPOLoop:
         step.metrics["rlsd_lambda"] = share
         return replace(loss, rlsd=replace(rlsd, rlsd_lambda=share))
 
-    def _subtract_kl(self, graded: list[Graded], step: StepContext) -> list[Graded]:
+    def _subtract_kl(self, graded: GradedRollouts, step: StepContext) -> GradedRollouts:
         """Return completions with reward - beta KL. Log-probs exist on the last pipeline stage, rewards everywhere."""
         stages = self.stages
         replays_engine = self.config.routing.router_replay_mode == "R3"
@@ -220,13 +224,13 @@ class GRPOLoop:
             reference = stages.reference.infer(without_routing(samples))
             of_rank = divergences(policy, reference, self.config.kl.kl_estimator or "k1")
             gathered = stages.coordinator.gather_samples(of_rank, stages.training.parallel)
-        penalties = [0.0] * len(graded)
         outline = Outline.of(samples)
-        for index, completion in enumerate(outline.completions.tolist()):
-            penalties[completion] += gathered[index]
-        per_token = sum(penalties) / max(int(outline.trained.sum()), 1)
-        counted = sum(completion.reward is not None for completion in graded)  # a dropped one has a penalty of 0
-        step.metrics.update(kl=sum(penalties) / max(counted, 1), kl_per_token=per_token)
+        of_samples = np.array([gathered[index] for index in range(len(samples))])
+        penalties = sums(outline.completions, of_samples, len(graded))
+        total = math.fsum(penalties.tolist())
+        per_token = total / max(int(outline.trained.sum()), 1)
+        counted = int(graded.outcomes.rewards.valid.sum())  # a dropped one has a penalty of 0
+        step.metrics.update(kl=total / max(counted, 1), kl_per_token=per_token)
         penalised = subtract_kl(graded, penalties, self.kl_controller.value)
         self._adapt_beta(per_token, len(graded), step)
         return penalised

@@ -10,11 +10,13 @@ from itertools import accumulate, chain, groupby, islice, pairwise
 
 import numpy as np
 
+from swift_megatron_grpo.grading.graded import GradedRollouts
 from swift_megatron_grpo.grading.token_baselines import energies, token_advantages
 from swift_megatron_grpo.loop.samples import as_teacher_reads, samples_of, without_routing
 from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.step_context import StepContext
 from swift_megatron_grpo.output.recording.unfinished import UnfinishedRollout, shared_settings
+from swift_megatron_grpo.packing import completions
 from swift_megatron_grpo.packing.outlines import Outline, changed
 from swift_megatron_grpo.settings.algorithm import OPTIMAL_TOKEN
 from swift_megatron_grpo.settings.config import GRPOConfig
@@ -43,12 +45,11 @@ class TrainingBatches:
     def next(self) -> Sequence[Sample]:
         return self._left.popleft()
 
-    def fill(self, number: int, graded: Sequence[Graded], step: StepContext) -> None:
+    def fill(self, number: int, graded: GradedRollouts, step: StepContext) -> None:
         """Queue the steps of a new rollout."""
-        rollouts = [completion.rollout for completion in graded]
         batches = self._batches_of(graded)
-        self._compare_with_engine(batches[0], rollouts, step)
-        from_engine = old_logprobs_from_engine(rollouts, step.version, self._config.loss.correction)
+        self._compare_with_engine(batches[0], graded.rollouts, step)
+        from_engine = old_logprobs_from_engine(graded.rollouts, step.version, self._config.loss.correction)
         self._add_other_policies(batches, from_engine, step)
         self._queue(number, graded, batches, from_engine, step)
 
@@ -252,9 +253,9 @@ def old_logprobs_from_engine(rollouts: Sequence[Rollout], version: int, correcti
     True with --old_logprobs engine, and for completions of older weights without a rollout correction. The ratio and
     its clipping then account for how far the policy has moved since; a correction would weight the completions by that.
     """
-    if correction.old_logprobs == "policy" and all(rollout.weights_version == version for rollout in rollouts):
+    if correction.old_logprobs == "policy" and (completions.versions(rollouts) == version).all():
         return False
-    without = any(sequence.logprobs is None for rollout in rollouts for sequence in rollout.sequences)
+    without = not completions.all_have_logprobs(rollouts)
     if correction.old_logprobs == "engine" and without:
         raise RuntimeError(
             "completions came without the engine's log-probs, which --old_logprobs engine trains with; use "

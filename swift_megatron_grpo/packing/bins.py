@@ -14,6 +14,7 @@ import numpy as np
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
+Objects = np.ndarray[Any, np.dtype[np.object_]]
 
 
 def sums(numbers: Ints, values: Floats | Ints, count: int) -> Floats:
@@ -36,8 +37,9 @@ def fewest_bins(sizes: Ints, room: int) -> int:
         if number:
             bins[left] = bins.get(left, 0) + number
 
-    values, numbers = np.unique(sizes, return_counts=True)
-    for size, items in zip(values[::-1].tolist(), numbers[::-1].tolist(), strict=True):
+    numbers = np.bincount(sizes)
+    [values] = numbers.nonzero()
+    for size, items in zip(values[::-1].tolist(), numbers[values][::-1].tolist(), strict=True):
         while items:
             at = bisect_left(rooms, size)
             if at < len(rooms):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from swift_megatron_grpo.packing.bins import sums
+from swift_megatron_grpo.packing.bins import Ints, sums
 from swift_megatron_grpo.packing.images import PackedImages, pack_images, positions_of
 from swift_megatron_grpo.packing.outlines import Outline
 from swift_megatron_grpo.packing.plan import Alignment, zigzag_positions
@@ -35,19 +35,21 @@ class Normalisers:
 
 def count(samples: Sequence[Sample]) -> Normalisers:
     every = Outline.of(samples)
-    sampled = every.pick((~every.answers).nonzero()[0])
+    sampled = every.pick((~every.answers).nonzero()[0]) if every.answers.any() else every
     in_loss = sampled.trained + sampled.left_out
-    counted = sampled.pick(in_loss.nonzero()[0])
-    numbered = sampled.pick((sampled.completions >= 0).nonzero()[0])
-    sequences = np.bincount(numbered.completions)
-    tokens = sums(numbered.completions, numbered.trained, len(sequences)).astype(np.int64)
+    counted = in_loss > 0
+    groups = sampled.groups[counted]
+    numbered = sampled.completions >= 0
+    completions = sampled.completions[numbered]
+    sequences = np.bincount(completions)
+    tokens = sums(completions, sampled.trained[numbered], len(sequences)).astype(np.int64)
     [several] = (sequences > 1).nonzero()
     return Normalisers(
         sequences=int(np.count_nonzero(sampled.trained)),
         tokens=int(sampled.trained.sum()),
-        loss_completions=_num_completions(counted),
+        loss_completions=_distinct(sampled.completions[counted]),
         loss_tokens=int(in_loss.sum()),
-        loss_groups=len(np.unique(counted.groups)),
+        loss_groups=int(np.count_nonzero(np.bincount(groups - groups.min(initial=0)))),
         tokens_of=dict(zip(several.tolist(), tokens[several].tolist(), strict=True)),
         sft_tokens=int(every.trained[every.answers].sum()),
     )
@@ -55,11 +57,12 @@ def count(samples: Sequence[Sample]) -> Normalisers:
 
 def num_completions(samples: Sequence[Sample]) -> int:
     """Return the number of completions that these sequences belong to; a given answer belongs to none."""
-    return _num_completions(Outline.of(samples))
+    outline = Outline.of(samples)
+    return _distinct(outline.completions[~outline.answers])
 
 
-def _num_completions(outline: Outline) -> int:
-    numbers = outline.completions[~outline.answers]
+def _distinct(numbers: Ints) -> int:
+    """Return the number of completions; below 0, each is another one."""
     return int(np.count_nonzero(numbers < 0) + np.count_nonzero(np.bincount(numbers[numbers >= 0])))
 
 

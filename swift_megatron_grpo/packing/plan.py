@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -41,11 +41,11 @@ class StepPlan:
         of_ranks = self.samples_of_ranks()
         ranks = np.repeat(np.arange(len(of_ranks)), [len(of_rank) for of_rank in of_ranks])
         result = np.empty_like(ranks)
-        result[np.array([i for of_rank in of_ranks for i in of_rank])] = ranks
+        result[np.fromiter(chain.from_iterable(of_ranks), np.int64, len(ranks))] = ranks
         return result
 
     def samples_of_ranks(self) -> list[tuple[int, ...]]:
-        return [tuple(i for batch in rank for i in batch) for rank in self.assignment]
+        return [tuple(chain.from_iterable(rank)) for rank in self.assignment]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,10 @@ class PlacedItems:
 
     def plan(self, share_prompts: bool = False) -> StepPlan:
         """Return the plan of items that are samples."""
-        items = np.argsort(self.places, kind="stable").tolist()
+        few = self.places.astype(
+            np.min_scalar_type(self.micro_batches)
+        )  # up to 65,535 are sorted in a tenth of the time
+        items = np.argsort(few, kind="stable").tolist()
         edges = [0, *np.bincount(self.places, minlength=self.micro_batches).cumsum().tolist()]
         batches = [tuple(items[begin:end]) for begin, end in pairwise(edges)]
         assignment = tuple(_split_evenly(tuple(batches), self.ranks))
@@ -228,7 +231,7 @@ def check_samples(lengths: Sequence[int] | Ints, dp_size: int, micro_batch_multi
             f"{len(lengths)} completions per step are too few for {dp_size} data-parallel ranks{pipeline}: set "
             f"--global_batch_size to at least {needed}, or use fewer data-parallel ranks"
         )
-    if min(lengths) < 1:
+    if np.min(lengths) < 1:
         raise ValueError(f"completion {int(np.argmin(lengths))} of the step has no tokens")
 
 

@@ -1,18 +1,16 @@
 """Settings that are not defined for completions of several training sequences."""
 
-from collections.abc import Sequence
-
+from swift_megatron_grpo.grading.graded import GradedRollouts
 from swift_megatron_grpo.settings.config import GRPOConfig
-from swift_megatron_grpo.types import Graded
 
 
 class SeveralSequences(RuntimeError):
     """A completion has several sequences, and the run trains whole completions in one."""
 
 
-def check_sequences(graded: Sequence[Graded], config: GRPOConfig) -> None:
+def check_sequences(graded: GradedRollouts, config: GRPOConfig) -> None:
     """Raise SeveralSequences if a completion has several and a setting reads its only one."""
-    sequences = sum(1 + len(completion.rollout.earlier) for completion in graded)
+    sequences = int(graded.outcomes.sequences.sum())
     needs_one = {
         f"--loss_type {config.loss.name} reads completions of one sequence; use another --loss_type": (
             config.loss.name in ("real", "vespo")  # all sequences of a completion, or of a group, in one formula

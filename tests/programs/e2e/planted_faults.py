@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 import swift_megatron_grpo.loop.step as step
+from swift_megatron_grpo.grading.graded import GradedRollouts
 from swift_megatron_grpo.settings.config import GradingConfig
 from swift_megatron_grpo.settings.losses import LossConfig
 from swift_megatron_grpo.training.loss import policies
 from swift_megatron_grpo.training.loss.terms import Metrics, Terms
 from swift_megatron_grpo.training.loss.total import LOSSES
-from swift_megatron_grpo.types import Graded
 from swift_megatron_grpo.weights.export.export import WeightExport
 
 add_advantages = step.add_advantages
@@ -29,11 +30,11 @@ def with_wrong_sign(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, Met
     return -per_token, metrics
 
 
-def of_other_completions(graded: Sequence[Graded], config: GradingConfig) -> list[Graded]:
+def of_other_completions(graded: GradedRollouts, config: GradingConfig) -> GradedRollouts:
     result = add_advantages(graded, config)
-    advantages = [one.advantage for one in result]
+    advantages = result.advantages.tolist()
     shuffler.shuffle(advantages)
-    return [replace(one, advantage=advantage) for one, advantage in zip(result, advantages, strict=True)]
+    return result.with_advantages(np.array(advantages))
 
 
 def of_the_first_sync(self: WeightExport) -> Iterator[tuple[str, torch.Tensor]]:

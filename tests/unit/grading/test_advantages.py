@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift_megatron_grpo.grading.advantages import gdpo_advantages, group_advantages
 from swift_megatron_grpo.settings.algorithm import ESTIMATORS, MAXRL, OPTIMAL_TOKEN, WITHOUT_GROUPS, ScaleRewards
+from tests.support.grading import gdpo_advantages, group_advantages
 
 OWN = (WITHOUT_GROUPS, MAXRL, OPTIMAL_TOKEN)
 WITH_GROUPS = tuple(name for name in ESTIMATORS if name not in OWN)

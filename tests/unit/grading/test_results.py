@@ -11,10 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift_megatron_grpo.grading.results import BadReward, add_advantages, outcome_metrics, total_rewards
+from swift_megatron_grpo.grading.graded import GradedRollouts
+from swift_megatron_grpo.grading.metrics import outcome_metrics
+from swift_megatron_grpo.grading.results import BadReward, add_advantages
 from swift_megatron_grpo.settings.algorithm import ScaleRewards
 from swift_megatron_grpo.settings.config import BadRewardPolicy, GradingConfig
 from swift_megatron_grpo.types import AGENT_ERROR, Graded, Rollout
+from tests.support.grading import total_rewards
 from tests.unit.grading.test_rewards import SCALES, make_rollouts, reward
 
 
@@ -34,7 +37,7 @@ def config(
     )
 
 
-def grade(rollouts: Sequence[Rollout], scores: list[list[float | None]], settings: GradingConfig) -> list[Graded]:
+def grade(rollouts: Sequence[Rollout], scores: list[list[float | None]], settings: GradingConfig) -> GradedRollouts:
     """Compute total rewards and advantages from scores."""
     return add_advantages(total_rewards(rollouts, scores, settings), settings)
 
@@ -68,7 +71,7 @@ def test_bad_reward_drop_excludes_the_completion(bad: float | None) -> None:
     assert [completion.reward for completion in graded] == [1.0, None, 3.0, 1.0, 2.0, 3.0]
     assert [completion.advantage for completion in graded[:3]] == pytest.approx([-0.70706, 0.0, 0.70706], abs=1e-4)
     assert [completion.rollout for completion in graded] == rollouts
-    metrics = outcome_metrics([one.outcome for one in graded], ["function0"], 3)
+    metrics = outcome_metrics(graded.outcomes, ["function0"], 3)
     assert metrics["rewards/dropped"] == 1
     assert metrics["reward"] == 2.0
     assert all(map(math.isfinite, metrics.values()))
@@ -79,7 +82,7 @@ def test_an_agent_that_failed_has_no_valid_reward_whatever_its_scores() -> None:
     rollouts[1] = replace(rollouts[1], infos={AGENT_ERROR: "LookupError: gone"})
     graded = grade(rollouts, [[1.0], [2.0], [3.0], [4.0]], config(bad_reward="drop"))
     assert [completion.reward for completion in graded] == [1.0, None, 3.0, 4.0] and graded[1].rewards == [2.0]
-    metrics = outcome_metrics([one.outcome for one in graded], ["function0"], 2)
+    metrics = outcome_metrics(graded.outcomes, ["function0"], 2)
     assert metrics["agents/failed"] == metrics["rewards/dropped"] == 1
     with pytest.raises(BadReward, match=r"the agent failed \(LookupError: gone\) for prompt 0-0, completion 'b'"):
         grade(rollouts, [[1.0], [2.0], [3.0], [4.0]], config())
@@ -122,7 +125,7 @@ def test_metrics_equal_those_of_ms_swift(scale: ScaleRewards, rows: list[tuple[f
         **{f"rewards/{name}/mean": value for name, value in stock.per_func_mean.items()},
         **{f"rewards/{name}/std": value for name, value in stock.per_func_std.items()},
     }
-    metrics = outcome_metrics([one.outcome for one in graded], names, 2, scale)
+    metrics = outcome_metrics(graded.outcomes, names, 2, scale)
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-6, abs=1e-6)
     assert "rewards/never/mean" not in metrics
     assert "rewards/dropped" not in metrics
@@ -130,7 +133,7 @@ def test_metrics_equal_those_of_ms_swift(scale: ScaleRewards, rows: list[tuple[f
 
 def test_lengths_and_truncation_are_reported() -> None:
     graded = [Graded(rollout, [1.0], 1.0, 0.0) for rollout in make_rollouts(["a", "abcd", "ab...", ""], group=2)]
-    metrics = outcome_metrics([one.outcome for one in graded], ["f"], 2)
+    metrics = outcome_metrics(GradedRollouts.of(graded, 1).outcomes, ["f"], 2)
     assert metrics["completions/mean_length"] == 2.5
     assert metrics["completions/max_length"] == 5
     assert metrics["completions/min_length"] == 0

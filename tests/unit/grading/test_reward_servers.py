@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from swift_megatron_grpo.grading.reward_servers import AT_ONCE, RewardServer, RewardServerFailure
-from swift_megatron_grpo.grading.rewards import RewardError, RewardFunctions, Scores, call_reward_functions
+from swift_megatron_grpo.grading.rewards import RewardError, RewardFunctions, ScoreRows, call_reward_functions
 from swift_megatron_grpo.settings.reward_models import CLASSIFY, JUDGE, POOLING
 from tests.unit.grading.test_rewards import make_rollouts
 
@@ -116,7 +116,7 @@ def peer() -> Iterator[Peer]:
         thread.join()
 
 
-def call(server: RewardServer, texts: list[str]) -> Scores:
+def call(server: RewardServer, texts: list[str]) -> ScoreRows:
     rewards = RewardFunctions(["model"], [server])
     return call_reward_functions(make_rollouts(texts), rewards, None, drop_failing=server.drops)
 

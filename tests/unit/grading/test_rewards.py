@@ -15,10 +15,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_megatron_grpo.grading.advantages import group_advantages, total_reward
 from swift_megatron_grpo.grading.rewards import RewardError, RewardFunctions, call_reward_functions
 from swift_megatron_grpo.settings.algorithm import ScaleRewards
 from swift_megatron_grpo.types import Prompt, Rollout
+from tests.support.grading import group_advantages, total_reward
 
 SCALES: list[ScaleRewards] = ["group", "batch", "none"]
 

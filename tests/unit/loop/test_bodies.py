@@ -22,6 +22,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from swift_megatron_grpo.generation.interface import Share
+from swift_megatron_grpo.grading.columns import Rewards
+from swift_megatron_grpo.grading.graded import GradedRollouts, Outcomes
+from swift_megatron_grpo.grading.scores import Scores
 from swift_megatron_grpo.loop.bodies import Bodies
 from swift_megatron_grpo.loop.samples import samples_of
 from swift_megatron_grpo.packing.collate import collate, count
@@ -30,7 +33,7 @@ from swift_megatron_grpo.packing.bundles import SampleWork, plan_within
 from swift_megatron_grpo.packing.plan import Alignment
 from swift_megatron_grpo.packing.segments import shared_with_previous
 from swift_megatron_grpo.runtime.parallel import Coordinator
-from swift_megatron_grpo.types import Graded, Prompt, Rollout, TokenSequence
+from swift_megatron_grpo.types import Prompt, Rollout, TokenSequence
 
 folder, case = Path(sys.argv[1]), json.loads(sys.argv[2])
 dist.init_process_group("gloo")
@@ -57,7 +60,9 @@ def rollout(index):
                    sampled=sampled, infos={"num_turns": 1} if index % 5 == 0 else {}, **rest)
 
 def graded_of(rollouts):
-    return [Graded(rollouts[i], [float(i % 7)], None if i % 11 == 0 else float(i % 7), i / 8) for i in range(total)]
+    rewards = Rewards.of([None if i % 11 == 0 else float(i % 7) for i in range(total)])
+    scores = Scores.of([[float(i % 7)] for i in range(total)], 1)
+    return GradedRollouts(rollouts, Outcomes.of(rollouts, scores, rewards), np.arange(total) / 8)
 
 def batches(graded, fetch):
     samples = samples_of(graded, group, overlong_filter=True, image_reader=None)
@@ -77,20 +82,24 @@ def batches(graded, fetch):
 indices = (list(range(total)) if rank == 0 else []) if case["served"] else Share(rank, size, True).pick(range(total))
 finished = {index: rollout(index) for index in indices}
 everywhere = {index: one for part in coordinator.all_gather(finished) for index, one in part.items()}
-old_plan, old = batches(graded_of(everywhere), lambda samples, plan: samples)
+old_plan, old = batches(graded_of([everywhere[i] for i in range(total)]), lambda samples, plan: samples)
 
 bodies = Bodies(coordinator)
 prompts = [everywhere[index].prompt for index in range(0, total, group)]
-outlines = bodies.read(coordinator.all_gather(bodies.outlines(finished)), prompts, group)
-assert list(outlines) == list(range(total))  # groups are neighbours
+read = bodies.read(coordinator.all_gather(bodies.outlines(finished)), prompts, group)
+outlines = read.rollouts
+assert read.indices.tolist() == list(range(total))  # groups are neighbours
 groups = [range(i, i + group) for i in range(0, total, group)]
 graders = [Share(other, size, True).pick(groups) for other in range(size)]
-bodies.move((outlines[i].body, other) for other in range(size) for of_group in graders[other] for i in of_group)
+bodies.move_to(outlines, read.graders(group, size))
 for of_group in graders[rank]:
     assert [bodies.whole(outlines[i]) for i in of_group] == [everywhere[i] for i in of_group]
 graded = graded_of(outlines)
-for ours, theirs in zip(graded, graded_of(everywhere)):
-    assert ours.outcome == theirs.outcome and ours.rollout.spans_of_weights == theirs.rollout.spans_of_weights
+for ours, theirs in zip(graded, graded_of([everywhere[i] for i in range(total)])):
+    assert (ours.rewards, ours.reward, ours.advantage) == (theirs.rewards, theirs.reward, theirs.advantage)
+    ours, theirs = ours.rollout, theirs.rollout
+    assert (ours.infos, ours.length, ours.truncated) == (theirs.infos, theirs.length, theirs.truncated)
+    assert ours.spans_of_weights == theirs.spans_of_weights and ours.prompt == theirs.prompt
 def fetch(samples, plan):
     if case["differs"] and rank == 1:
         plan = replace(plan, assignment=plan.assignment[::-1])
@@ -103,7 +112,7 @@ except RuntimeError as error:
     dist.barrier()
     sys.exit()
 assert plan == old_plan, (plan, old_plan)
-moved = sum(one.body is not None and one.body in bodies._held for one in outlines.values())
+moved = sum(one.body is not None and one.body in bodies._held for one in outlines)
 
 def compare(ours, theirs, path):
     if isinstance(ours, torch.Tensor):
@@ -119,7 +128,7 @@ for place, (ours, theirs) in enumerate(zip(new, old)):
     compare(ours, theirs, f"micro batch {place}")
 whole = bodies.whole_on(size - 1, graded)
 assert rank != size - 1 or [one.rollout for one in whole] == [everywhere[i] for i in range(total)]
-del graded, outlines, plan, new, whole
+del graded, outlines, read, ours, plan, new, whole
 folder.joinpath(f"{rank}.txt").write_text(json.dumps([moved, len(bodies._held)]))
 dist.barrier()
 """

@@ -14,6 +14,7 @@ import torch
 
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.generation.interface import evaluation_requests
+from swift_megatron_grpo.grading.graded import GradedRollouts
 from swift_megatron_grpo.loop.evaluation import Evaluation, same_random_numbers_afterwards
 from swift_megatron_grpo.settings.config import EvaluationConfig, GradingConfig, SamplingConfig
 from swift_megatron_grpo.types import Graded, Prompt, Rollout
@@ -36,9 +37,10 @@ def make(names: Sequence[str], rows: int, most: int | None = None, at_once: int 
     datasets = {name: PromptSource(content, 0, False, label=f"{name}-") for name in names}
     rounds: list[list[str]] = []
 
-    def grade(prompts: Sequence[Prompt]) -> tuple[list[Graded], dict[str, float]]:
+    def grade(prompts: Sequence[Prompt]) -> tuple[GradedRollouts, dict[str, float]]:
         rounds.append([prompt.prompt_id for prompt in prompts])
-        return [g for prompt in prompts for g in _graded(prompt)], {"time/generation": 1.5}
+        graded = [one for prompt in prompts for one in _graded(prompt)]
+        return GradedRollouts.of(graded, functions=2), {"time/generation": 1.5}
 
     return Evaluation(config, datasets, grade), rounds  # type: ignore[arg-type]
 

@@ -12,13 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_megatron_grpo.grading.results import add_advantages, subtract_kl, total_rewards
+from swift_megatron_grpo.grading.results import add_advantages, subtract_kl
 from swift_megatron_grpo.loop.samples import entropy_threshold, select_tokens
 from swift_megatron_grpo.settings.algorithm import ScaleRewards
 from swift_megatron_grpo.settings.config import BadRewardPolicy, GradingConfig
 from swift_megatron_grpo.settings.losses import Kl
 from swift_megatron_grpo.training.loss.kl import ESTIMATORS, KlController, divergences
 from swift_megatron_grpo.types import Prompt, Rollout, Sample, TokenValues
+from tests.support.grading import total_rewards
 
 POLICY = {0: TokenValues([-1.0, -2.0], None), 3: TokenValues([-0.5], None), 5: TokenValues([], None)}
 REFERENCE = {0: TokenValues([-1.5, -1.0], None), 3: TokenValues([-0.5], None), 5: TokenValues([], None)}
@@ -65,7 +66,7 @@ def test_kl_in_the_reward_equals_ms_swifts() -> None:
     for estimator in ("grpo", "rloo", "reinforce_plus_plus"):
         settings = grading("batch", "stop", advantage_estimator=estimator)
         graded = add_advantages(
-            subtract_kl(total_rewards(rollouts, [[r] for r in rewards], settings), kls, beta), settings
+            subtract_kl(total_rewards(rollouts, [[r] for r in rewards], settings), np.array(kls), beta), settings
         )
         reference, penalised = compute_advantages(
             torch.tensor(rewards, dtype=torch.float64)[:, None], torch.ones(1, dtype=torch.float64), 2, estimator,
@@ -77,7 +78,7 @@ def test_kl_in_the_reward_equals_ms_swifts() -> None:
 def test_a_dropped_completion_has_no_penalty() -> None:
     settings = grading("none", "drop")
     rollouts = [Rollout(Prompt("0", {}), [1], [2], None, "", "stop", 0)] * 2
-    graded = subtract_kl(total_rewards(rollouts, [[1.0], [None]], settings), [2.0, 2.0], 0.5)
+    graded = subtract_kl(total_rewards(rollouts, [[1.0], [None]], settings), np.array([2.0, 2.0]), 0.5)
     assert [completion.reward for completion in graded] == [0.0, None]
 
 

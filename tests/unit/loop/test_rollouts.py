@@ -111,10 +111,10 @@ def test_in_flight_replacements_start_with_the_newest_weights() -> None:
 
 def test_spans_are_dumped_and_read_again(tmp_path: Path) -> None:
     before, _ = make(1, rollouts=4, folder=tmp_path, in_flight=True)
-    trained = [before.take(step(number)) for number in range(3)]
+    trained = [list(before.take(step(number))) for number in range(3)]
     assert trained[2][0].rollout.spans == [(2, 1), (4, 2)]
     again, engine = make(1, rollouts=4, first=1, folder=tmp_path, in_flight=True)
-    assert [again.take(step(number)) for number in (1, 2)] == trained[1:]
+    assert [list(again.take(step(number))) for number in (1, 2)] == trained[1:]
     assert len(engine.requested) == 1  # rollout 3, while rollout 2 is trained
 
 
@@ -143,13 +143,13 @@ def indices(engine: Engine) -> list[list[int]]:
 def test_a_killed_run_continues_its_dump_and_generates_only_the_rest(tmp_path: Path) -> None:
     """Killed in rollout 2, of which one group has finished; the checkpoint is that before rollout 1."""
     before, engine = make(0, rollouts=4, folder=tmp_path)
-    trained = [before.take(step(number)) for number in range(2)]
+    trained = [list(before.take(step(number))) for number in range(2)]
     engine.killed_after = 1
     with suppress(KeyboardInterrupt):
         before.take(step(2))
 
     again, engine = make(0, rollouts=4, first=1, folder=tmp_path)
-    assert again.take(step(1)) == trained[1] and engine.synced == [] and engine.requested == []
+    assert list(again.take(step(1))) == trained[1] and engine.synced == [] and engine.requested == []
     third = again.take(step(2))
     assert ids(third) == expected(2, 3)[0] and versions(third) == {4}
     assert engine.synced == [4] and indices(engine) == [[2, 3, 4, 5]]
@@ -169,9 +169,9 @@ def test_dumped_completions_of_other_weights_are_generated_again(tmp_path: Path)
 
 def test_dumped_rollouts_of_a_run_ahead_of_training_are_not_started_again(tmp_path: Path) -> None:
     before, _ = make(1, rollouts=4, folder=tmp_path)
-    trained = [before.take(step(number)) for number in range(3)]
+    trained = [list(before.take(step(number))) for number in range(3)]
     again, engine = make(1, rollouts=4, first=1, folder=tmp_path)
-    assert [again.take(step(number)) for number in (1, 2)] == trained[1:]
+    assert [list(again.take(step(number))) for number in (1, 2)] == trained[1:]
     assert len(engine.requested) == 1  # rollout 3, while rollout 2 is trained
     assert ids(again.take(step(3))) == expected(3, 4)[0]
 

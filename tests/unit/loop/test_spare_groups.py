@@ -76,7 +76,7 @@ def test_ten_thousand_batches_are_those_of_draws_one_after_the_other() -> None:
         alone = Run(0, **settings)
         together = Run(rng.choice([None, 1, rng.randint(2, 20)]), **settings)
         for number in range(settings["first"], settings["first"] + 4):
-            assert together.take(number) == alone.take(number)
+            assert list(together.take(number)) == list(alone.take(number))
             differing = {name for name, value in together.metrics.items() if alone.metrics[name] != value}
             assert differing <= {"dynamic_sample/spare_groups", "dynamic_sample/dropped_groups"}
         saved += len(alone.engine.requested) - len(together.engine.requested)
@@ -177,12 +177,12 @@ def test_dumps_have_the_same_bytes(tmp_path: Path, spare: int | None) -> None:
 @pytest.mark.parametrize("groups", range(1, 14))
 def test_a_run_killed_after_any_group_continues_with_the_same_batches(tmp_path: Path, groups: int) -> None:
     expected = Run(0)
-    batches = [expected.take(number) for number in range(3)]
+    batches = [list(expected.take(number)) for number in range(3)]
     killed = Run(2, folder=tmp_path)
     killed.engine.killed_after = groups
     with suppress(KeyboardInterrupt):
         for number in range(3):
             killed.take(number)
     again = Run(2, folder=tmp_path)
-    assert [again.take(number) for number in range(3)] == batches
+    assert [list(again.take(number)) for number in range(3)] == batches
     assert not list(tmp_path.glob("*.partial"))

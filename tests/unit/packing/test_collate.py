@@ -108,6 +108,13 @@ def test_normalisers_count_the_whole_step() -> None:
     assert (step.sequences, step.tokens) == (2, 8)
 
 
+def test_groups_are_counted_whatever_their_numbers() -> None:
+    samples = make_samples([(3, 2)] * 5)
+    for sample, group in zip(samples, (-9, 4, -9, 0, 4), strict=True):
+        sample.group = group
+    assert count(samples).loss_groups == 3 and count([]).loss_groups == 0
+
+
 def test_a_trained_first_token_is_refused() -> None:
     sample = Sample(tokens=[1, 2], completion_mask=[True, True], advantage=0.0)
     with pytest.raises(ValueError, match="a prompt needs at least one token"):

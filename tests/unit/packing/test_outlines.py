@@ -8,25 +8,37 @@ from dataclasses import astuple, replace
 import numpy as np
 import pytest
 
+from swift_megatron_grpo.grading.columns import Rewards
+from swift_megatron_grpo.grading.graded import GradedRollouts, Outcomes
+from swift_megatron_grpo.grading.scores import Scores
 from swift_megatron_grpo.loop.samples import samples_of
 from swift_megatron_grpo.packing.collate import count, num_completions
+from swift_megatron_grpo.packing.completions import Facts, OutlinedRollouts
 from swift_megatron_grpo.packing.outlines import Outline, OutlinedSamples, changed, pick
 from swift_megatron_grpo.packing.segments import shared_with_previous
-from swift_megatron_grpo.types import Body, Graded, Prompt, Rollout, Sample
+from swift_megatron_grpo.types import Prompt, Sample
 
 
 def draw(rng: random.Random, group_size: int) -> OutlinedSamples:
     """Return the samples of completions that stay on their ranks; some are dropped, too long or of a masked start."""
-    graded = []
+    facts, more = [], []
     for group in range(rng.randrange(1, 9)):
         asked, prompt = Prompt(f"row {group // 2 if rng.random() < 0.1 else group}", {}), rng.randrange(1, 30)
         for _ in range(group_size):
             tokens = rng.randrange(0, 40)
             first = rng.randrange(tokens) if tokens and rng.random() < 0.2 else 0
-            body = Body(prompt + rng.randrange(2), tokens, tokens - first, first, rng.randrange(5), asked.prompt_id)
-            reason = rng.choice(("stop", "length"))
-            rollout = Rollout(asked, [], [], [], "", reason, 0, body=body)
-            graded.append(Graded(rollout, [1.0], None if rng.random() < 0.2 else 1.0, rng.random()))
+            facts.append((prompt + rng.randrange(2), tokens, tokens - first, first, rng.randrange(5)))
+            more.append((rng.random() < 0.5, asked, None if rng.random() < 0.2 else 1.0, rng.random()))
+    integers = dict(zip(("prompt", "completion", "sampled", "first", "home"), np.array(facts).T, strict=True))
+    truncated, prompts, rewards, advantages = zip(*more, strict=True)
+    rollouts = OutlinedRollouts(
+        Facts(
+            **integers, version=np.zeros(len(facts), np.int64), has_logprobs=np.ones(len(facts), np.bool_),
+            truncated=np.array(truncated), asked=np.fromiter(prompts, np.object_), rare=np.full(len(facts), None),
+        )
+    )  # fmt: skip
+    outcomes = Outcomes.of(rollouts, Scores.of([[1.0]] * len(facts), 1), Rewards.of(rewards))
+    graded = GradedRollouts(rollouts, outcomes, np.array(advantages))
     samples = samples_of(graded, group_size, rng.random() < 0.5, image_reader=None)
     assert isinstance(samples, OutlinedSamples)
     return samples

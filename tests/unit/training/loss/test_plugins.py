@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from swift_megatron_grpo.arguments.command_line import check_typed
-from swift_megatron_grpo.grading.advantages import BASELINES, group_advantages
+from swift_megatron_grpo.grading.advantages import BASELINES
 from swift_megatron_grpo.settings.algorithm import ESTIMATORS, Algorithm, defaults_of
 from swift_megatron_grpo.settings.losses import CLIPS_RATIO, LossConfig
 from swift_megatron_grpo.training.loss import LOSSES, reads_entropy
 from swift_megatron_grpo.training.loss.total import MORE_METRICS
 from tests.paths import REPOSITORY
+from tests.support.grading import group_advantages
 from tests.unit.arguments.test_grpo_arguments import model, refuse, typed  # noqa: F401  (fixtures)
 from tests.unit.settings.flags import faults
 from tests.unit.training.loss.losses import make_step, run

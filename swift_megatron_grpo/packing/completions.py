@@ -1,0 +1,148 @@
+"""The completions of a step as arrays, from which they are graded, counted and planned.
+
+Where completions stay on their ranks, a rank knows those of all ranks, and needs the objects of a few.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from itertools import accumulate, chain
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+
+from swift_megatron_grpo.packing.bins import Bools, Ints, Objects
+from swift_megatron_grpo.types import Body, Rollout, Span
+
+Rare = tuple[str, dict[str, Any], list[Span] | None]  # finish reason, infos, spans
+REASONS = ("stop", "length")  # by `truncated`
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The values of completions that all ranks know while one has the tokens, each [n]; five are those of Body."""
+
+    prompt: Ints
+    completion: Ints
+    sampled: Ints
+    first: Ints
+    home: Ints
+    version: Ints  # of the weights; with several, the oldest
+    has_logprobs: Bools
+    truncated: Bools
+    asked: Objects  # its Prompt
+    rare: Objects  # its Rare; None: REASONS has its finish reason, and there is nothing else
+
+    def pick(self, places: Ints | slice) -> Facts:
+        return Facts(*(getattr(self, field.name)[places] for field in fields(self)))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Facts]) -> Facts:
+        return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
+
+    def rollout(self, place: int) -> Rollout:
+        """Return one completion, without its tokens."""
+        asked = self.asked[place]
+        body = Body(
+            int(self.prompt[place]), int(self.completion[place]), int(self.sampled[place]), int(self.first[place]),
+            int(self.home[place]), asked.prompt_id,
+        )  # fmt: skip
+        reason, infos, spans = self.rare[place] or (REASONS[int(self.truncated[place])], {}, None)
+        return Rollout(
+            asked, [], [], [] if self.has_logprobs[place] else None, "", reason, int(self.version[place]), infos=infos,
+            spans=spans, body=body,
+        )  # fmt: skip
+
+
+class OutlinedRollouts(Sequence[Rollout]):
+    """Completions without tokens of their own, each of which is made when it is first read, and kept."""
+
+    def __init__(self, facts: Facts, make: Callable[[int], Rollout] | None = None) -> None:
+        self.facts = facts
+        self._made = cache(make or facts.rollout)
+
+    def __len__(self) -> int:
+        return len(self.facts.prompt)
+
+    @overload
+    def __getitem__(self, place: int) -> Rollout: ...
+    @overload
+    def __getitem__(self, place: slice) -> OutlinedRollouts: ...
+    def __getitem__(self, place: int | slice) -> Rollout | OutlinedRollouts:
+        places = range(len(self))[place]
+        return self.pick(np.array(places, np.int64)) if isinstance(places, range) else self._made(places)
+
+    def pick(self, places: Ints) -> OutlinedRollouts:
+        """Return some of these completions: the same objects."""
+        return OutlinedRollouts(self.facts.pick(places), lambda i: self[int(places[i])])
+
+    @classmethod
+    def joined(cls, parts: Sequence[OutlinedRollouts]) -> OutlinedRollouts:
+        """Return all completions of the parts: the same objects."""
+        edges = list(accumulate(map(len, parts), initial=0))
+
+        def find(i: int) -> Rollout:
+            part = bisect_right(edges, i) - 1
+            return parts[part][i - edges[part]]
+
+        return cls(Facts.joined([part.facts for part in parts]), find)
+
+
+def pick(rollouts: Sequence[Rollout], places: Ints) -> Sequence[Rollout]:
+    return rollouts.pick(places) if isinstance(rollouts, OutlinedRollouts) else [rollouts[i] for i in places.tolist()]
+
+
+def joined(parts: Sequence[Sequence[Rollout]]) -> Sequence[Rollout]:
+    """Return the completions of all parts, which are arrays if all parts are."""
+    filled = [part for part in parts if len(part)]
+    if len(filled) == 1:
+        return filled[0]
+    outlined = [part for part in filled if isinstance(part, OutlinedRollouts)]
+    return OutlinedRollouts.joined(outlined) if outlined and len(outlined) == len(filled) else [*chain(*filled)]
+
+
+def versions(rollouts: Sequence[Rollout]) -> Ints:
+    """Return the version of the weights of each completion; with several, the oldest."""
+    if isinstance(rollouts, OutlinedRollouts):
+        return rollouts.facts.version
+    return np.array([rollout.weights_version for rollout in rollouts], np.int64)
+
+
+def all_have_logprobs(rollouts: Sequence[Rollout]) -> bool:
+    if isinstance(rollouts, OutlinedRollouts):
+        return bool(rollouts.facts.has_logprobs.all())
+    return all(sequence.logprobs is not None for rollout in rollouts for sequence in rollout.sequences)
+
+
+class Spans(NamedTuple):
+    """The spans of weights of completions, one after the other, each [spans]."""
+
+    numbers: Ints  # place of the completion
+    versions: Ints
+    tokens: Ints
+
+
+def spans(rollouts: Sequence[Rollout]) -> Spans:
+    """Return Rollout.spans_of_weights of all completions."""
+    if isinstance(rollouts, OutlinedRollouts):
+        facts = rollouts.facts
+        [rare] = facts.rare.nonzero()
+        several = np.array([place for place in rare.tolist() if facts.rare[place][2]], np.int64)
+        every = np.arange(len(rollouts))
+        if not len(several):
+            return Spans(every, facts.version, facts.sampled)
+        alone = np.setdiff1d(every, several, assume_unique=True)
+        of_several = spans([rollouts[place] for place in several.tolist()])
+        numbers = np.concatenate([alone, several[of_several.numbers]])
+        order = np.argsort(numbers, kind="stable")
+        return Spans(
+            numbers[order],
+            np.concatenate([facts.version[alone], of_several.versions])[order],
+            np.concatenate([facts.sampled[alone], of_several.tokens])[order],
+        )
+    parts = [rollout.spans_of_weights for rollout in rollouts]
+    table = np.array([*chain.from_iterable(parts)], np.int64).reshape(-1, 2)
+    return Spans(np.repeat(np.arange(len(parts)), [len(part) for part in parts]), table[:, 0], table[:, 1])
