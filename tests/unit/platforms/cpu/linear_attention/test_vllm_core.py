@@ -22,11 +22,12 @@ class Layer:
 
     prefix, num_k_heads, num_v_heads = "layers.0", KEY_HEADS, HEADS
 
-    def __init__(self, channels_first: bool, slots: int = 5) -> None:
+    def __init__(self, channels_first: bool, slots: int = 5, drafts: int = 0) -> None:
         torch.manual_seed(1)
         self.conv1d = SimpleNamespace(weight=torch.randn(CHANNELS, 1, WIDTH), bias=None)
         self.A_log, self.dt_bias = torch.rand(HEADS), torch.randn(HEADS)
-        conv = (slots, CHANNELS, WIDTH - 1) if channels_first else (slots, WIDTH - 1, CHANNELS)
+        kept = WIDTH - 1 + drafts
+        conv = (slots, CHANNELS, kept) if channels_first else (slots, kept, CHANNELS)
         self.kv_cache = [torch.full(conv, 9.0), torch.full((slots, HEADS, VALUE_SIZE, SIZE), 9.0)]  # never read as is
 
     def rearrange_mixed_qkv(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -107,9 +108,48 @@ def test_a_run_that_measures_memory_writes_nothing() -> None:
     assert not out.any() and (layer.kv_cache[0] == 9).all()
 
 
-def test_speculative_decoding_is_refused() -> None:
-    layer = Layer(False)
-    metadata = batch(0, [0], [3], [False])
-    metadata.spec_sequence_masks = torch.ones(1)
-    with pytest.raises(NotImplementedError, match="speculative decoding"):
-        core_of(layer, metadata, False)(torch.ones(3, CHANNELS), *[torch.ones(3, HEADS)] * 2, None, layer.prefix)
+@pytest.mark.parametrize("channels_first", [False, True])
+def test_states_behind_wrong_drafts_are_taken_back(channels_first: bool) -> None:
+    """A request verifies up to three drafts a step, while the prompt of another one is read in two parts."""
+    layer = Layer(channels_first, slots=8, drafts=3)
+    torch.manual_seed(0)
+    text, other = ([torch.randn(n, width) for width in (CHANNELS, HEADS, HEADS)] for n in (18, 11))
+    read(layer, [part[:6] for part in text], False, channels_first)
+    done, accepted, outputs = 6, 1, []
+    for number, (right, wrong) in enumerate([(0, 3), (2, 1), (3, 0), (0, 0), (1, 0), (0, 2)]):
+        drafted = [torch.cat([part[done : done + 1 + right], torch.randn(wrong, part.shape[1])]) for part in text]
+        prompt = [part[6 * (number - 1) : 6 * number] for part in other] if number in (1, 2) else []
+        inputs = [torch.cat(parts) for parts in zip(drafted, prompt, strict=True)] if prompt else drafted
+        count, size = len(drafted[0]), len(inputs[0])
+        metadata = SimpleNamespace(
+            spec_sequence_masks=torch.ones(1),
+            num_actual_tokens=size,
+            num_decodes=0,
+            num_prefills=int(bool(prompt)),
+            num_spec_decodes=1,
+            spec_query_start_loc=torch.tensor([0, count]),
+            spec_token_indx=torch.arange(count),
+            spec_state_indices_tensor=torch.tensor([[4, 7, 2, 6]]),
+            num_accepted_tokens=torch.tensor([accepted]),
+            non_spec_token_indx=torch.arange(count, size),
+            has_initial_state=torch.tensor([number == 2]),
+            non_spec_query_start_loc=torch.tensor([0, size - count]) if prompt else None,
+            non_spec_state_indices_tensor=torch.tensor([1]),
+        )
+        out = torch.zeros(size, HEADS, VALUE_SIZE)
+        core_of(layer, metadata, channels_first)(*inputs, out, layer.prefix)
+        outputs.append(out[: 1 + right])
+        if prompt:
+            begin = 6 * (number - 1)
+            of_prompt = expected(layer, *other)[begin : begin + size - count]
+            assert torch.allclose(out[count:].double(), of_prompt, rtol=0, atol=1e-5)
+        done, accepted = done + 1 + right, 1 + right
+    found = torch.cat(outputs).double()
+    assert torch.allclose(found, expected(layer, *text)[6:done], rtol=0, atol=1e-5)
+
+
+def read(layer: Layer, inputs: list[torch.Tensor], continued: bool, channels_first: bool) -> None:
+    """Read a prompt into slot 4."""
+    metadata = batch(0, [4], [len(inputs[0])], [continued])
+    out = torch.zeros(len(inputs[0]), HEADS, VALUE_SIZE)
+    core_of(layer, metadata, channels_first)(*inputs, out, layer.prefix)
