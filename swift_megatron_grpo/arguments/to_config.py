@@ -86,6 +86,7 @@ def _engine(args: GRPOArguments, plan: batches.BatchSizes) -> config.VllmConfig:
         returns_experts=args.of(routing.Routing).requested(1) > 0,
         has_experts=args.model_shape.experts is not None,
         drafts=args.of(Speculation).drafts,
+        predicts_drafts=args.of(Speculation).predicts,
     )
 
 

@@ -67,6 +67,8 @@ from swift_megatron_grpo.training.reference import (
 from swift_megatron_grpo.types import Prompt
 from swift_megatron_grpo.weights.export.export import WeightExport
 from swift_megatron_grpo.weights.export.kept_tensors import prefixes_without
+from swift_megatron_grpo.weights.export.prediction_layers import stored_prediction_layers
+from swift_megatron_grpo.weights.transport.buckets import NamedWeights
 
 _SPARE_SEED = 1_000_000  # added to the data seed; far from the seeds of later epochs
 
@@ -198,11 +200,11 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, fi
         adapter_only = (config.engine if config.server is None else config.server).lora_rank is not None
         held = frozenset[str]().union(*run.coordinator.all_gather(generation.held_media))
         left_out = prefixes_without(held, models.unwrapped[0].config)
-        export = WeightExport(models.bridge, models.unwrapped, adapter_only, left_out)
+        export = WeightExport(models.bridge, models.unwrapped, adapter_only, left_out, _stored_weights(config))
         sync = WeightSync(config.adapter, generation, residency, export, canary, run.coordinator, run.logger)
     dump, earlier = _dump(config, run, first_new_rollout)
     drafts = generation.drafts if isinstance(generation, LocalVllm) else None
-    if drafts is not None and recording.continues:
+    if drafts is not None and recording.continues and not config.engine.predicts_drafts:
         drafts.remember(_recorded_texts(config, run.coordinator, first_new_rollout))
     bodies = None if drafts is not None else _bodies(config, run, [training.passes, canary.passes], models.reference)
     return Stages(
@@ -227,6 +229,7 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, fi
             config.sampling,
             config.adapter.rollout_quantization,
             bodies,
+            stops_at_a_gap=config.engine.predicts_drafts,
         ),
         router_agreement=RouterAgreement(training.passes, run.coordinator, config.routing.router_agreement_samples)
         if config.routing.router_agreement_samples
@@ -246,6 +249,12 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, fi
         ),
         stop=run.stop,
     )
+
+
+def _stored_weights(config: GRPOConfig) -> Callable[[], NamedWeights]:
+    """Return what reads the weights that the engine needs and that this run does not train."""
+    engine = config.engine
+    return partial(stored_prediction_layers, engine.model_dir, engine.torch_dtype) if engine.predicts_drafts else tuple
 
 
 def _completion_log(config: GRPOConfig, run: RunInputs, first_new_rollout: int) -> CompletionLog:

@@ -286,7 +286,8 @@ def logprobs_requested(config: GRPOConfig, rollout: int, first: int) -> bool:
 
     They cost 4 to 11 % of the time of generation of small models (benchmarks/h200/parts/scheduling.json). Corrections
     and their metrics compare them with the trainer's, the off-policy mask prefers them, asynchronous runs and
-    --old_logprobs engine take them for old log-probs, and a dump keeps them for a replay with any of these. If nothing
+    --old_logprobs engine take them for old log-probs, and a dump keeps them for a replay with any of these. Rollouts
+    with predicted drafts are compared with the trainer, all of them. If nothing
     but `rollout/k3_kl` reads them, they are requested at an interval (0: never), and for the first rollout, which
     checks/logprob_check.py compares.
     """
@@ -298,6 +299,7 @@ def logprobs_requested(config: GRPOConfig, rollout: int, first: int) -> bool:
         or correction.m2_threshold is not None
         or correction.old_logprobs == "engine"
         or config.max_staleness > 0
+        or config.engine.predicts_drafts
         or config.recording.dump is not None
         or rollout == first
         or (config.rollout_logprobs_interval > 0 and rollout % config.rollout_logprobs_interval == 0)

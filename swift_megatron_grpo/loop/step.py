@@ -15,7 +15,7 @@ GRPOLoop.train_step
  |   |- subtract_kl                          with --kl_in_reward: policy and reference log-probs first
  |   |- add_advantages, CompletionLog.append
  |   '- TrainingBatches.fill                 training_batches.py: one batch per optimizer step
- |       |- LogprobCheck.check               first rollout only
+ |       |- LogprobCheck.check               first rollout, or all with predicted drafts
  |       |- RouterAgreement.measure          with --router_agreement_samples
  |       |- old log-probs                    of later steps: MegatronEngine.infer; of older weights: the engine's
  |       |- baselines of tokens              with --advantage_estimator optimal_token_baseline

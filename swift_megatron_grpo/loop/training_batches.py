@@ -124,9 +124,10 @@ class TrainingBatches:
         return [samples[begin:end] for begin, end in pairwise(edges)]
 
     def _compare_with_engine(self, samples: Sequence[Sample], rollouts: Sequence[Rollout], step: StepContext) -> None:
-        """Compare log-probs with the engine's, once in a run, and experts, in every rollout."""
+        """Compare log-probs with the engine's, once in a run or as often as drafts are predicted, and experts."""
         stages = self._stages
-        rounding = None if stages.sync is None or self._compared_with_engine else stages.sync.rounding
+        done = self._compared_with_engine and not self._config.engine.predicts_drafts
+        rounding = None if stages.sync is None or done else stages.sync.rounding
         if rounding is not None:
             with step.timer("sync_check"):
                 stages.logprob_check.check(samples, rounding)

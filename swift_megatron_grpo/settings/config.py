@@ -51,6 +51,7 @@ class VllmConfig(Engine):
     returns_experts: bool = False  # the engine reports which experts its routers choose
     has_experts: bool = False
     drafts: int = 0  # the most of a request in a step
+    predicts_drafts: bool = False  # by the model's own layers of multi-token prediction
 
 
 CANARY_TOKENS = 128  # at most, of the text that verifies weight syncs

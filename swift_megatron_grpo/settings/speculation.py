@@ -1,16 +1,19 @@
-"""Speculation without a draft model: what the engine verifies in a step beyond one token of each request."""
+"""Speculation without a separate draft model: what the engine verifies in a step beyond one token of each request."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
+from swift_megatron_grpo.settings.adapter import SyncCheckMode
 from swift_megatron_grpo.settings.flag import Faults, Flags, Range, flag, rule
 from swift_megatron_grpo.settings.layout import DataShape, ModelShape
+from swift_megatron_grpo.settings.routing import RouterReplay
 from swift_megatron_grpo.types import Quantization
 
-SpeculativeRollouts = Literal["off", "history"]
-_THIS = "--speculative_rollouts history"
+SpeculativeRollouts = Literal["off", "history", "mtp"]
 _INSTEAD = "or --speculative_rollouts off"
+_PREDICTING = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # types whose drafted completions a test compares
 
 
 class Speculation(Flags):
@@ -21,13 +24,15 @@ class Speculation(Flags):
         "history: vLLM generates the same completions in fewer steps. It verifies drafts of their next tokens, from "
         "the prompt, the group's other completions, and earlier completions of the prompt. A draft is accepted only "
         "where it is the token that would be sampled anyway, so --seed_completions true is required. On a GPU, the "
-        "first model runner of vLLM generates, without asynchronous scheduling. docs/speculation.md says when it pays. "
-        "Default: off.",
+        "first model runner of vLLM generates, without asynchronous scheduling. mtp: the drafts come from the model's "
+        "own layers of multi-token prediction (Qwen3.5, Qwen3-Next), which are not trained, and every rollout is "
+        "compared with the trainer. docs/speculation.md says when it pays. Default: off.",
     )
     speculative_tokens: Annotated[int, Range(1, 4, high=16)] = flag(
         4,
-        "With --speculative_rollouts history: the most drafts of a request in a step. A step verifies at most 64 of "
-        "all requests together: 4 each while 16 run, 1 each while 64 run, none while more do. Default: 4.",
+        "With --speculative_rollouts: the most drafts of a request in a step. With history a step verifies at most 64 "
+        "of all requests together: 4 each while 16 run, 1 each while 64 run, none while more do. With mtp every "
+        "request always has as many. Default: 4.",
         example="8",
     )
     seed_completions: bool
@@ -36,17 +41,25 @@ class Speculation(Flags):
     rollout_replay: str | None
     structured_outputs_regex: str | None
     min_p: float
+    top_p: float
+    top_k: int
+    repetition_penalty: float
+    sync_check: SyncCheckMode
+    vllm_enable_lora: bool
+    vllm_enable_prefix_caching: bool
+    router_replay_mode: RouterReplay
+    router_agreement_samples: int
 
     @rule
     def drafts_need_an_engine(self) -> Faults:
         if not self.drafts:
             if self.changed("speculative_tokens"):
                 yield (
-                    f"--speculative_tokens {self.speculative_tokens} is the number of drafts with {_THIS}; add that "
-                    "flag, or leave this one out"
+                    f"--speculative_tokens {self.speculative_tokens} is the number of drafts with "
+                    "--speculative_rollouts history; add that flag, or leave this one out"
                 )
         elif self.rollout_replay is not None:
-            yield f"{_THIS}: --rollout_replay does not generate; leave one of them out"
+            yield f"{self._this}: --rollout_replay does not generate; leave one of them out"
 
     @rule
     def verification_is_exact(self) -> Faults:
@@ -54,23 +67,25 @@ class Speculation(Flags):
             return
         if not self.seed_completions:
             yield (
-                f"{_THIS} accepts a draft where it is what the completion's own noise samples, and only seeded "
+                f"{self._this} accepts a draft where it is what the completion's own noise samples, and only seeded "
                 "completions have noise of their own; add --seed_completions true"
             )
         if self.vllm_mode == "server":
-            yield f"{_THIS}: rollout servers have no drafts yet; use --vllm_mode colocate, {_INSTEAD}"
+            yield f"{self._this}: rollout servers have no drafts yet; use --vllm_mode colocate, {_INSTEAD}"
         if self.rollout_quantization != "none":
             yield (
-                f"{_THIS}: no test compares drafted completions of quantized weights yet; use --rollout_quantization "
-                f"none, {_INSTEAD}"
+                f"{self._this}: no test compares drafted completions of quantized weights yet; use "
+                f"--rollout_quantization none, {_INSTEAD}"
             )
         if self.structured_outputs_regex is not None:
             yield (
-                f"{_THIS}: --structured_outputs_regex masks tokens, which no test has with drafts yet; use "
+                f"{self._this}: --structured_outputs_regex masks tokens, which no test has with drafts yet; use "
                 "--speculative_rollouts off"
             )
         if self.min_p:
-            yield (f"{_THIS}: vLLM does not apply --min_p {self.min_p:g} to rows of drafts; use --min_p 0, {_INSTEAD}")
+            yield (
+                f"{self._this}: vLLM does not apply --min_p {self.min_p:g} to rows of drafts; use --min_p 0, {_INSTEAD}"
+            )
 
     @rule
     def the_model_verifies_several_tokens(self, shape: ModelShape) -> Faults:
@@ -83,18 +98,66 @@ class Speculation(Flags):
             if shape.unread_window is not None
             else None
         )
-        if self.drafts and what is not None:
-            yield f"{_THIS}: --model {shape.name} is {what}; use --speculative_rollouts off"
+        if self.drafts and not self.predicts and what is not None:
+            yield f"{self._this}: --model {shape.name} is {what}; use --speculative_rollouts off"
 
     @rule
     def texts_are_drafted(self, rows: DataShape) -> Faults:
-        if self.drafts and rows.model_sees:
+        if self.predicts and rows.media is not None:
             yield (
-                f"{_THIS}: the model has an image part, and placeholders of images are no text to draft from; use "
+                f"{self._this}: the datasets have {rows.media}, with which no test has drafts yet; use "
                 "--speculative_rollouts off"
             )
+        elif self.drafts and not self.predicts and rows.model_sees:
+            yield (
+                f"{self._this}: the model has an image part, and placeholders of images are no text to draft from; use "
+                "--speculative_rollouts off"
+            )
+
+    @rule
+    def a_test_has_the_layers_that_predict(self, config: Mapping[str, Any]) -> Faults:
+        kind = config.get("model_type")
+        if self.predicts and kind not in _PREDICTING:
+            yield (
+                f"{self._this}: tests compare drafted completions of {', '.join(_PREDICTING)}, and model_type of "
+                f"--model is {kind}; use --speculative_rollouts history or off"
+            )
+
+    @rule
+    def states_of_wrong_drafts_are_noticed(self) -> Faults:
+        """Layers of linear attention have a state, which vLLM has continued behind wrong drafts before."""
+        if not self.predicts:
+            return
+        if self.vllm_enable_prefix_caching:
+            yield (
+                f"{self._this}: vLLM keeps states behind wrong drafts in its prefix cache (its issues 43559 and "
+                "53912); use --vllm_enable_prefix_caching false"
+            )
+        if self.vllm_enable_lora:
+            yield f"{self._this}: no test has drafts beside adapters in vLLM; use --vllm_enable_lora false"
+        if self.router_replay_mode == "R3" or self.router_agreement_samples:
+            yield (
+                f"{self._this}: vLLM also reports the experts of wrong drafts; use --router_replay_mode R2 or "
+                "disabled, and --router_agreement_samples 0"
+            )
+        if self.sync_check == "off":
+            yield f"{self._this} compares every rollout with the trainer; use --sync_check canary"
+        if self.top_p < 1 or self.top_k > 0 or self.repetition_penalty != 1:
+            yield (
+                f"{self._this} compares every rollout with the trainer, which samples from the whole policy; use "
+                "--top_p 1 --top_k -1 --repetition_penalty 1"
+            )
+
+    @property
+    def _this(self) -> str:
+        return f"--speculative_rollouts {self.speculative_rollouts}"
 
     @property
     def drafts(self) -> int:
         """The most drafts of a request in a step; 0: none."""
-        return self.speculative_tokens if self.speculative_rollouts == "history" else 0
+        return 0 if self.speculative_rollouts == "off" else self.speculative_tokens
+
+    @property
+    def predicts(self) -> bool:
+        """True if the model's own layers of multi-token prediction draft."""
+        return self.speculative_rollouts == "mtp"

@@ -16,10 +16,14 @@ from tests.support.interpreter import result_of
 def upstream() -> dict[str, Any]:
     result: dict[str, Any] = result_of(
         """
+        from vllm.model_executor.models.qwen3_5_mtp import Qwen3_5MTP
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.core.single_type_kv_cache_manager import MambaManager
         from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
         from vllm.v1.sample.rejection_sampler import RejectionSampler, rejection_sample
         from vllm.v1.sample.sampler import Sampler
         from vllm.v1.spec_decode.custom_class_proposer import create_custom_proposer
+        from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
         from vllm.v1.worker.cpu_model_runner import CPUModelRunner
         from vllm.v1.worker.gpu.sample import sampler as second_sampler
         from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
@@ -44,6 +48,11 @@ def upstream() -> dict[str, Any]:
             "proposes": source(GPUModelRunner.propose_draft_token_ids),
             "asks": source(GPUModelRunner._input_fits_in_drafter),
             "proposer": source(create_custom_proposer),
+            "finishes": parameters(Scheduler.update_from_output),
+            "predicts": source(Qwen3_5MTP.load_weights),
+            "shares": source(SpecDecodeBaseProposer),
+            "rows_without_drafts": source(GPUModelRunner._prepare_inputs),
+            "cached_states": source(MambaManager.find_longest_cache_hit),
         }
         """
     )
@@ -104,3 +113,22 @@ def test_a_class_by_its_name_proposes_after_every_step_that_fits() -> None:
 def test_the_second_runners_kernel_takes_seed_and_position() -> None:
     assert upstream()["kernel"][:6] == ["logits", "expanded_idx_mapping", "temperature", "seed", "pos",
                                         "apply_temperature"]  # fmt: skip
+
+
+def test_layers_that_predict_are_another_model_with_the_same_embedding() -> None:
+    """predicted_drafts.py counts by the scheduler; weights/load/prediction_layers.py loads both models."""
+    assert upstream()["finishes"] == ["self", "scheduler_output", "model_runner_output"]
+    assert 'name.startswith("mtp.")' in upstream()["predicts"]
+    assert "self.model.lm_head = target_language_model.lm_head" in upstream()["shares"]
+    assert "self.model.model.embed_tokens = target_embed_tokens" in upstream()["shares"]
+
+
+def test_a_request_without_drafts_keeps_the_state_behind_its_accepted_ones() -> None:
+    """vLLM 0.25.1 continues from the state before them, so it is refused on GPUs (generation/local/engine_settings)."""
+    assert "use_spec_decode = self.speculative_config is not None" in upstream()["rows_without_drafts"]
+    assert "zero_draft_decode_mask" in upstream()["rows_without_drafts"]
+
+
+def test_the_prefix_cache_still_returns_states_behind_wrong_drafts() -> None:
+    """A failure means that vLLM has mended its issue 53912, and settings/speculation.py may allow prefix caching."""
+    assert upstream()["cached_states"].count("drop_eagle_block") == 1  # an argument that nothing reads

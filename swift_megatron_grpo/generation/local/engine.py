@@ -33,12 +33,15 @@ from swift_megatron_grpo.generation.requests import infer_request, request_confi
 from swift_megatron_grpo.generation.vllm import fast_logprobs, fast_outputs, images, position_noise
 from swift_megatron_grpo.generation.vllm import sampling as vllm_sampling
 from swift_megatron_grpo.generation.vllm.adapter import DiscardedTables, load_adapter, without_adapter
-from swift_megatron_grpo.generation.vllm.device_drafts import METHOD
+from swift_megatron_grpo.generation.vllm.device_drafts import DeviceDrafts
+from swift_megatron_grpo.generation.vllm.drafts import GroupDrafts
+from swift_megatron_grpo.generation.vllm.predicted_drafts import METHOD, PredictedDrafts
 from swift_megatron_grpo.generation.vllm.second_runner import Drafts, draft_in_second_runner
 from swift_megatron_grpo.runtime.stopping.request import RunStopped, StopRequest
 from swift_megatron_grpo.settings.config import SamplingConfig, VllmConfig
 from swift_megatron_grpo.types import Rollout, ScoredText
 from swift_megatron_grpo.weights.load.loaded_weights import LoadedWeights
+from swift_megatron_grpo.weights.load.prediction_layers import WithPredictionLayers
 from swift_megatron_grpo.weights.load.quantization import layers_that_quantize
 from swift_megatron_grpo.weights.transport.buckets import NamedWeights
 from swift_megatron_grpo.weights.transport.held_weights import WorkerWeights
@@ -78,7 +81,8 @@ class LocalVllm:
         self.drafts = _drafts_of(self._engine) if config.drafts else None
         model = self._engine.inner_model
         layers = layers_that_quantize(model, self._engine.engine.vllm_config)
-        self._loaded_weights = LoadedWeights(model, config.torch_dtype, self._name, layers)
+        self._model = WithPredictionLayers(model, _drafter_of(self._engine).model) if config.predicts_drafts else model
+        self._loaded_weights = LoadedWeights(self._model, config.torch_dtype, self._name, layers)
         loses_base = config.lora_rank is not None and self._sleep_level == 2
         self._tables = DiscardedTables(self._worker) if loses_base else None
 
@@ -158,11 +162,10 @@ class LocalVllm:
         self._weights_version = version
 
     def _load(self, weights: NamedWeights, collect_checksums: bool) -> None:
-        model = self._engine.inner_model
-        swift_utils.patch_vllm_moe_model_weight_loader(model)
+        swift_utils.patch_vllm_moe_model_weight_loader(self._engine.inner_model)
         device = torch.device(torch.cuda.current_device())
         finish = partial(
-            swift_utils.finish_vllm_weight_reload, model, self._engine.engine.model_config, device, strict=True
+            swift_utils.finish_vllm_weight_reload, self._model, self._engine.engine.model_config, device, strict=True
         )
         self._loaded_weights.load(weights, finish, collect_checksums)
 
@@ -290,11 +293,20 @@ def _build(config: VllmConfig, template: Template, sleep_mode: bool, seed: int) 
 
 def _drafts_of(engine: GRPOVllmEngine) -> Drafts:
     """Return what vLLM has built by the name in its settings; it takes part in the steps of this rank's worker."""
-    runner = engine.inner_model_executor.driver_worker.worker.model_runner
-    on_device = engine.engine.vllm_config.speculative_config.method == METHOD
-    drafts: Drafts = runner.speculator if on_device else runner.drafter
-    drafts.follow(runner)
+    if engine.engine.vllm_config.speculative_config.method == METHOD:
+        return PredictedDrafts(engine.engine.engine_core.engine_core.scheduler)
+    drafts: GroupDrafts | DeviceDrafts = _drafter_of(engine)
+    drafts.follow(_runner_of(engine))
     return drafts
+
+
+def _drafter_of(engine: GRPOVllmEngine) -> Any:
+    runner = _runner_of(engine)
+    return runner.speculator if engine.engine.vllm_config.use_v2_model_runner else runner.drafter
+
+
+def _runner_of(engine: GRPOVllmEngine) -> Any:
+    return engine.inner_model_executor.driver_worker.worker.model_runner
 
 
 # ---- completions: ms-swift encodes prompts, and vLLM returns only what is used

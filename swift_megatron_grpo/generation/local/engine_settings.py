@@ -8,13 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from packaging.version import Version
 from pydantic import ValidationError
+from vllm import __version__ as vllm_version
 from vllm.engine.arg_utils import EngineArgs
 
 from swift_megatron_grpo.generation.vllm.images import knows_times_of_frames
 from swift_megatron_grpo.generation.vllm.second_runner import draft_settings
 from swift_megatron_grpo.settings.config import VllmConfig
+from swift_megatron_grpo.weights.export.prediction_layers import is_prediction
 from swift_megatron_grpo.weights.load import quantization
+from swift_megatron_grpo.weights.stored_tensors import stored_tensors
 
 _FLAG = "--vllm_engine_kwargs"
 _SAME_NAMES = (
@@ -34,6 +38,11 @@ def check_engine_settings(config: VllmConfig) -> None:
             "this vLLM places the frames of a Qwen2.5-VL without their times; install vLLM 0.32 to train it on videos, "
             "or remove the column videos"
         )
+    if config.predicts_drafts and not any(map(is_prediction, stored_tensors(config.model_dir))):
+        raise ValueError(
+            f"--speculative_rollouts mtp: {config.model_dir} has no layers of multi-token prediction (mtp.*); use the "
+            "released checkpoint, or --speculative_rollouts off"
+        )
     problem = _problem(config)
     if problem is None:
         return
@@ -48,9 +57,10 @@ def check_engine_settings(config: VllmConfig) -> None:
             f"--rollout_quantization {kind}: this vLLM refuses it: {problem}; install vLLM 0.25.1, or use "
             "--rollout_quantization none"
         )
-    if config.drafts and _problem(replace(config, drafts=0)) is None:
+    if config.drafts and _problem(replace(config, drafts=0, predicts_drafts=False)) is None:
+        source = "mtp" if config.predicts_drafts else "history"
         raise ValueError(
-            f"--speculative_rollouts history: this vLLM refuses it with these settings: {problem}; use "
+            f"--speculative_rollouts {source}: this vLLM refuses it with these settings: {problem}; use "
             "--speculative_rollouts off"
         )
     kwargs = config.vllm_engine_kwargs
@@ -68,7 +78,7 @@ def _problem(config: VllmConfig) -> str | None:
     """Return vLLM's reason to refuse these settings in one line; None: it accepts them."""
     with _without_traces():
         try:
-            EngineArgs(  # as ms-swift's engine builds them: it leaves out what is None, too
+            engine = EngineArgs(  # as ms-swift's engine builds them: it leaves out what is None, too
                 model=config.model_dir,
                 dtype=_name(config.torch_dtype),
                 seed=config.seed,
@@ -82,6 +92,20 @@ def _problem(config: VllmConfig) -> str | None:
             return f"{fault['msg']} ({'.'.join(map(str, fault['loc']))})"
         except (ValueError, TypeError, AssertionError, NotImplementedError) as error:
             return " ".join(str(error).split()) or type(error).__name__
+    if config.predicts_drafts:
+        return refusal_of_predictions(vllm_version, torch.cuda.is_available(), engine.use_v2_model_runner)
+    return None
+
+
+def refusal_of_predictions(version: str, on_gpu: bool, second_runner: bool) -> str | None:
+    """Return why this vLLM does not keep the states of linear attention with drafts apart; None: it does."""
+    if Version(version) < Version("0.32"):
+        return (
+            f"vLLM {version} continues from the state before accepted drafts in a step without drafts (its issue "
+            "39273), and vLLM 0.32 does not"
+        )
+    if on_gpu and not second_runner:
+        return f"vLLM {version} runs this model in its first runner, which counts drafts after it has sampled on a GPU"
     return None
 
 
@@ -100,7 +124,7 @@ def further_settings(config: VllmConfig) -> dict[str, Any]:
     """Return the settings of this run that only vLLM has, which ms-swift's engine passes on."""
     reports = {"enable_return_routed_experts": True} if config.returns_experts else {}
     quantized = quantization.engine_settings(config.rollout_quantization)
-    drafts = draft_settings(config.drafts, config.vllm_max_num_seqs)
+    drafts = draft_settings(config.drafts, config.vllm_max_num_seqs, config.predicts_drafts)
     return {"hf_overrides": dict(config.hf_overrides), **reports, **quantized, **drafts}
 
 

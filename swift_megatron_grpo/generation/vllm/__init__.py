@@ -7,6 +7,7 @@
     logprob_kernel.py  their Triton kernel
     position_noise.py  samples seeded requests with noise of their seed and position
     verification.py   accepts a draft where it is the sample of its position
+    predicted_drafts.py  drafts of the model's own layers of multi-token prediction
     drafts.py         drafts for running requests, and the completions of earlier rollouts
     second_runner.py  drafts in vLLM's second model runner: installs what follows, chooses between both runners
     device_drafts.py  the same drafts on the device, from vLLM's own rows and from completions that have ended

@@ -31,7 +31,7 @@ _BY_CHANCE = "vLLM accepts draft tokens by chance, so completions depend on them
 _REASONS = {
     "the trainer sends weights of 16 or 32 bits, which vLLM quantizes with --rollout_quantization fp8":
         "quantization_config",
-    f"{_BY_CHANCE}: drafts that change no completion come with --speculative_rollouts history":
+    f"{_BY_CHANCE}: drafts that change no completion come with --speculative_rollouts history or mtp":
         "speculative_config spec_",
     "the trainer reads the log-probs of the sampled distribution":
         "logprobs_mode kv_sharing_fast_prefill swa_bounded_replay",

@@ -11,21 +11,27 @@ from typing import Any
 
 import torch
 
-from swift_megatron_grpo.generation.vllm import device_drafts, drafts
+from swift_megatron_grpo.generation.vllm import device_drafts, drafts, predicted_drafts
 from swift_megatron_grpo.generation.vllm.device_drafts import METHOD, DeviceDrafts
 from swift_megatron_grpo.generation.vllm.drafts import GroupDrafts
+from swift_megatron_grpo.generation.vllm.predicted_drafts import PredictedDrafts
 from swift_megatron_grpo.generation.vllm.verification import accepted_rows
 from swift_megatron_grpo.runtime.import_hooks import after_import
 
 _PACKAGE = "vllm.v1.worker.gpu"
 _AT_ONCE = 1024  # requests of an engine without --vllm_max_num_seqs, at most
-Drafts = GroupDrafts | DeviceDrafts
+Drafts = GroupDrafts | DeviceDrafts | PredictedDrafts
 
 
-def draft_settings(most: int, at_once: int | None) -> dict[str, Any]:
-    """Return vLLM's settings of an engine that verifies up to `most` drafts of a request in a step; 0: none."""
+def draft_settings(most: int, at_once: int | None, predicted: bool) -> dict[str, Any]:
+    """Return vLLM's settings of an engine that verifies up to `most` drafts of a request in a step; 0: none.
+
+    `predicted`: by the model's own layers of multi-token prediction.
+    """
     if not most:
         return {}
+    if predicted:
+        return predicted_drafts.engine_settings(most)
     if torch.cuda.is_available() and find_spec(f"{_PACKAGE}.spec_decode.ngram") is not None:
         return device_drafts.engine_settings(most, at_once or _AT_ONCE)
     return drafts.engine_settings(most)

@@ -1,4 +1,4 @@
-"""Comparison of the engine's log-probs of the first rollout with the trainer's.
+"""Comparison of the engine's log-probs of the first rollout with the trainer's, or of all with predicted drafts.
 
 The engine reports log-probs while it samples, which is not the path that the weight sync verifies. They may belong to
 the neighbouring token, and they are of the distribution that was sampled, which top-p, top-k and a repetition penalty
@@ -68,6 +68,7 @@ class LogprobCheck:
     sampling: SamplingConfig
     quantization: Quantization
     bodies: Bodies | None = None  # None: every rank has the tokens of all completions
+    stops_at_a_gap: bool = False  # vLLM may keep states of wrong drafts
 
     def check(self, samples: Sequence[Sample], rounding: float) -> None:
         """Compare some samples. `rounding`: the mean absolute difference between log-probs of the same weights."""
@@ -75,6 +76,11 @@ class LogprobCheck:
         check_alignment(gap, rounding)
         at_temperature_1 = partial(self._measure_gap, self.at_temperature_1, samples)
         warning = distortion_warning(gap, at_temperature_1, self.sampling, rounding, self.quantization)
+        if warning is not None and self.stops_at_a_gap:
+            raise WrongStates(
+                f"{warning}. With --speculative_rollouts mtp vLLM may have continued from states of wrong drafts; "
+                "use --speculative_rollouts off, or another version of vLLM"
+            )
         if warning is not None and self.coordinator.rank == 0:
             logger.warning(warning)
 
@@ -92,6 +98,10 @@ class LogprobCheck:
                 if engine := self._with_tokens(some[index]).rollout_logprobs:
                     gap += LogprobGap.of(engine, trainer.logprobs)
         return sum(self.coordinator.all_gather(gap), LogprobGap())
+
+
+class WrongStates(RuntimeError):
+    """The engine's log-probs of drafted completions are not those of the policy."""
 
 
 class ShiftedLogprobs(RuntimeError):
@@ -137,7 +147,7 @@ def distortion_warning(
     if not gap.tokens or mean <= (2 if flags else 8) * rounding:
         return None
     observed = (
-        f"vLLM's log-probs of its first completions differ from the trainer's by {mean:.2g} per token "
+        f"vLLM's log-probs of its completions differ from the trainer's by {mean:.2g} per token "
         f"({gap.signed / gap.tokens:+.2g} with their sign), but rounding accounts for {rounding:.2g} only"
     )
     if flags:

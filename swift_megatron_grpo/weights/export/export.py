@@ -8,7 +8,7 @@ for a weight of two. The experts of a layer are one product, because Qwen3-30B-A
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from peft.tuners.lora import LoraLayer
 from swift_megatron_grpo.runtime.replaced import replaced
 from swift_megatron_grpo.weights.export.host_flags import flags_on_host
 from swift_megatron_grpo.weights.stacked_tensors import stacked
+from swift_megatron_grpo.weights.transport.buckets import NamedWeights
 
 ADAPTER = "default"
 
@@ -44,15 +45,21 @@ class WeightExport:
     """Exports the same weights in every weight sync.
 
     `adapter_only`: the adapter's weights, without the base. `left_out`: name prefixes of frozen image, video or audio
-    parts that no engine holds.
+    parts that no engine holds. `stored`: reads frozen tensors that engines hold and the trainer does not.
     """
 
     def __init__(
-        self, bridge: GPTBridge, models: Sequence[GPTModel], adapter_only: bool = False, left_out: tuple[str, ...] = ()
+        self,
+        bridge: GPTBridge,
+        models: Sequence[GPTModel],
+        adapter_only: bool = False,
+        left_out: tuple[str, ...] = (),
+        stored: Callable[[], NamedWeights] = tuple,
     ) -> None:
         self._bridge = bridge
         self._models = list(models)
         self._left_out = left_out
+        self._stored = stored
         self._adapted = AdaptedModules.find(bridge, models)
         self._merged: set[LoraLayer] = set()
         self.adapter = adapter_config(models[0]) if adapter_only else None  # an engine needs it to run the adapter
@@ -67,7 +74,8 @@ class WeightExport:
         return self._held(export_weights(self._bridge, self._models, AdaptedModules({}, [])))
 
     def _held(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, tensor) for name, tensor in weights if not name.startswith(self._left_out))
+        yield from ((name, tensor) for name, tensor in weights if not name.startswith(self._left_out))
+        yield from self._stored()
 
     def pop_merged_count(self) -> int:
         """Return the number of this rank's modules exported with a merged adapter since the last call."""

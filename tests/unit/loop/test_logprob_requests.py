@@ -14,11 +14,17 @@ _NONE = Correction()
 
 
 def requested(
-    interval: int, first: int, correction: Correction = _NONE, max_staleness: int = 0, dump: str | None = None
+    interval: int,
+    first: int,
+    correction: Correction = _NONE,
+    max_staleness: int = 0,
+    dump: str | None = None,
+    predicts_drafts: bool = False,
 ) -> list[int]:
     config: Any = SimpleNamespace(
         loss=SimpleNamespace(correction=correction), max_staleness=max_staleness,
         recording=SimpleNamespace(dump=dump), rollout_logprobs_interval=interval,
+        engine=SimpleNamespace(predicts_drafts=predicts_drafts),
     )  # fmt: skip
     return [rollout for rollout in range(first, 12) if logprobs_requested(config, rollout, first)]
 
@@ -48,9 +54,10 @@ def test_without_readers_the_first_rollout_and_every_nth_have_them(
         {"correction": Correction(m2_threshold=0.04)},
         {"correction": Correction(old_logprobs="engine")},
         {"max_staleness": 1},
+        {"predicts_drafts": True},
         {"dump": "folder"},
     ],
-    ids=["correction", "metrics", "mask", "second moment", "old", "staleness", "dump"],
+    ids=["correction", "metrics", "mask", "second moment", "old", "staleness", "predicted drafts", "dump"],
 )
 def test_a_reader_gets_them_with_every_rollout(reader: dict[str, Any]) -> None:
     assert requested(0, 0, **reader) == list(range(12))

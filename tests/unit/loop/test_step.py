@@ -288,6 +288,10 @@ def test_log_probs_are_compared_with_the_engines_once() -> None:
     run = fake_run(rounding=0.001)
     train(run, 3)
     assert run.events.count("compare log-probs") == 1
+    drafted = fake_run(rounding=0.001, predicts_drafts=True, steps_per_generation=3)
+    train(drafted, 9)
+    assert drafted.events.count("compare log-probs") == 3  # in each rollout
+    assert all(drafted.engine.with_logprobs)
     unchecked = fake_run(rounding=None)  # --sync_check off
     train(unchecked, 1)
     assert "compare log-probs" not in unchecked.events

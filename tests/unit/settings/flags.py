@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
@@ -21,5 +22,12 @@ def of(group: type[F], **typed: Any) -> F:
     return group.of(defaults() | typed)
 
 
-def faults(group: type[Flags], shape: ModelShape | None = None, rows: DataShape | None = None, **typed: Any) -> str:
-    return "\n".join(of(group, **typed).faults(Facts(Layout(1), None, shape, rows, typed=shape is None)))
+def faults(
+    group: type[Flags],
+    shape: ModelShape | None = None,
+    rows: DataShape | None = None,
+    config: Mapping[str, Any] | None = None,
+    **typed: Any,
+) -> str:
+    """Return the faults, one a line. `config`: the model's config.json."""
+    return "\n".join(of(group, **typed).faults(Facts(Layout(1), config, shape, rows, typed=shape is None)))

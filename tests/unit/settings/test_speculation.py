@@ -16,7 +16,17 @@ ON = {
     "seed_completions": True,
     "vllm_mode": "colocate",
     "rollout_quantization": "none",
+    "top_p": 1.0,
+    "top_k": -1,
+    "repetition_penalty": 1.0,
+    "sync_check": "canary",
+    "vllm_enable_lora": False,
+    "vllm_enable_prefix_caching": False,
+    "router_replay_mode": "disabled",
+    "router_agreement_samples": 0,
 }
+PREDICTED = {**ON, "speculative_rollouts": "mtp"}
+QWEN3_5 = {"model_type": "qwen3_5"}
 
 
 def shape(**changes: Any) -> ModelShape:
@@ -57,6 +67,38 @@ def test_what_is_not_served_is_refused(flags: dict[str, Any], problem: str) -> N
 def test_other_models_than_dense_ones_are_refused(changes: dict[str, Any], problem: str) -> None:
     message = faults(Speculation, shape=shape(**changes), **ON)
     assert problem in message and message.endswith("use --speculative_rollouts off")
+
+
+def test_a_model_with_linear_attention_and_experts_may_predict_its_drafts() -> None:
+    model = shape(linear_heads=(4, 8), experts=8)
+    assert faults(Speculation, shape=model, rows=DataShape(0), config=QWEN3_5, **PREDICTED) == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ({"vllm_enable_prefix_caching": True}, "43559 .* use --vllm_enable_prefix_caching false"),
+        ({"vllm_enable_lora": True}, "use --vllm_enable_lora false"),
+        ({"router_replay_mode": "R3"}, "use --router_replay_mode R2 or disabled"),
+        ({"router_agreement_samples": 4}, "and --router_agreement_samples 0"),
+        ({"sync_check": "off"}, "compares every rollout with the trainer; use --sync_check canary"),
+        ({"top_p": 0.9}, "use --top_p 1 --top_k -1 --repetition_penalty 1"),
+        ({"top_k": 40}, "use --top_p 1 --top_k -1 --repetition_penalty 1"),
+        ({"repetition_penalty": 1.1}, "use --top_p 1 --top_k -1 --repetition_penalty 1"),
+        ({"seed_completions": False}, "--speculative_rollouts mtp .* add --seed_completions true"),
+    ],
+)
+def test_what_predicted_drafts_may_get_wrong_is_refused(flags: dict[str, Any], problem: str) -> None:
+    assert re.search(problem, faults(Speculation, config=QWEN3_5, **{**PREDICTED, **flags}))
+    if "seed_completions" not in flags:
+        assert faults(Speculation, **{**ON, **flags}) == ""
+
+
+def test_rows_with_media_and_untested_types_have_no_predicted_drafts() -> None:
+    assert "the datasets have images" in faults(Speculation, rows=DataShape(1), config=QWEN3_5, **PREDICTED)
+    message = faults(Speculation, config={"model_type": "glm4_moe"}, **PREDICTED)
+    assert "tests compare drafted completions of qwen3_5, qwen3_5_moe, qwen3_next" in message
+    assert message.endswith("model_type of --model is glm4_moe; use --speculative_rollouts history or off")
 
 
 def test_a_model_with_an_image_part_is_refused_also_for_rows_of_text() -> None:

@@ -61,6 +61,21 @@ def test_drafts_that_vllm_refuses_name_the_flag(config: VllmConfig) -> None:
     assert message.endswith("use --speculative_rollouts off")
 
 
+def test_a_checkpoint_without_layers_that_predict_is_refused(config: VllmConfig) -> None:
+    message = refuse(config, drafts=4, predicts_drafts=True)
+    assert message.startswith("--speculative_rollouts mtp: ") and "no layers of multi-token prediction" in message
+    assert message.endswith("use the released checkpoint, or --speculative_rollouts off")
+
+
+def test_versions_that_lose_states_behind_drafts_are_refused_by_name() -> None:
+    from swift_megatron_grpo.generation.local.engine_settings import refusal_of_predictions
+
+    old, first = (refusal_of_predictions(*case) or "" for case in (("0.25.1", True, True), ("0.32.0", True, False)))
+    assert old.startswith("vLLM 0.25.1 continues from the state before") and "vLLM 0.32 does not" in old
+    assert first.startswith("vLLM 0.32.0 runs this model in its first runner")
+    assert refusal_of_predictions("0.32.0", True, True) is refusal_of_predictions("0.33.0+cpu", False, False) is None
+
+
 def test_quantization_that_the_device_cannot_run_is_refused(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
