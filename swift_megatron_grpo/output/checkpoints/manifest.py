@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
@@ -15,6 +16,7 @@ from swift_megatron_grpo.output.disk.files import checksum, read_regular, sync_f
 MANIFEST = "manifest.json"
 FORMAT = 1
 _SAMPLED_ROWS = 64
+_PART = re.compile(rb"__\d+_\d+\.distcp")
 # Its tokens depend on the merges and on how text is split before them, which the vocabulary alone does not show.
 _PROBE_TEXT = "The quick brown fox: 3.14159 + 2,718 = ?\n\tdéjà vu, 你好, Ünïcödé <think>{}</think>"
 
@@ -84,6 +86,11 @@ def list_files(folder: Path) -> dict[str, int]:
     sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths if not path.is_symlink()}
     sizes.pop(MANIFEST, None)
     return dict(sorted(sizes.items()))
+
+
+def written_parts(folder: Path) -> set[str]:
+    """Return the names of the files that ranks have written, by Megatron's index, a pickle that rank 0 writes last."""
+    return {part.decode() for index in folder.glob("*/.metadata") for part in _PART.findall(index.read_bytes())}
 
 
 def remove_manifest(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Surround a save of ms-swift's trainer: check the free space before it, write the manifest after it.
 
-A save that a full disk ends is removed, so that no incomplete checkpoint stays, and the error names the disk.
+A save that a full disk ends is removed, so that no incomplete checkpoint stays, and the error names the disk. One that
+lacks the files of a machine, which has unmounted the output folder since the run began, gets no manifest.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from swift_megatron_grpo.output.checkpoints import manifest as manifests
 from swift_megatron_grpo.output.checkpoints.newest import last_save, saved_at
 from swift_megatron_grpo.output.checkpoints.sources import deal
 from swift_megatron_grpo.output.disk.files import file_checksums, threads_of_a_rank
+from swift_megatron_grpo.output.disk.folder_lock import SEEN_SECONDS, FolderNotShared
 from swift_megatron_grpo.output.disk.full_disk import NoSpace, format_bytes, free_bytes, reason_of, why_full
 from swift_megatron_grpo.runtime.failures import Ranks
 
@@ -134,7 +136,7 @@ class CheckpointWriter:
         """Compute checksums, each rank for its own files, and write the manifest. Return the checkpoint's size."""
         began = time.monotonic()
         listed = self._ranks.all_gather_or_raise(
-            lambda: manifests.list_files(folder) if self._ranks.rank == 0 else {}, f"listing {folder}"
+            lambda: self._list_whole(folder) if self._ranks.rank == 0 else {}, f"listing {folder}"
         )
         sizes = listed[0]
         names = owned_files(sizes, self._ranks.world_size, self._ranks_of_rank_0)[self._ranks.rank]
@@ -161,6 +163,23 @@ class CheckpointWriter:
                 f"in {time.monotonic() - began:.1f} s"
             )
         return manifest.size
+
+    def _list_whole(self, folder: Path) -> dict[str, int]:
+        """Return the size of every file; raise FolderNotShared if those of a rank are not there."""
+        end = time.monotonic() + SEEN_SECONDS
+        while True:
+            sizes = manifests.list_files(folder)
+            missing = sorted(manifests.written_parts(folder) - {name.rpartition("/")[2] for name in sizes})
+            if not missing:
+                return sizes
+            if time.monotonic() > end:
+                rank = int(missing[0].split("_")[2])
+                raise FolderNotShared(
+                    f"{folder} lacks {missing[0]}, which {self._named[rank]} has written: {self._output_dir} is no "
+                    "longer the same folder on all machines; mount it there again, and use the same command with "
+                    f"--resume auto{self._kept()}"
+                )
+            time.sleep(0.2)
 
     def _next_time(self) -> float:
         """Return the time, or if the clock was set back, a time after the last save: --resume auto goes by it."""
@@ -196,13 +215,15 @@ class CheckpointWriter:
             link.unlink(missing_ok=True)
 
     def _advice(self) -> str:
-        saved = [folder for folder in self._output_dir.glob("checkpoint-*[0-9]") if manifests.has_manifest(folder)]
-        newest = max(saved, key=saved_at, default=None)
-        kept = "" if newest is None else f"; earlier checkpoints are kept, the newest whole one is {newest}"
         return (
             "free space there, use another --output_dir, keep fewer checkpoints with --save_total_limit, or save less "
-            f"with --no_save_optim true, after which a run cannot resume{kept}"
+            f"with --no_save_optim true, after which a run cannot resume{self._kept()}"
         )
+
+    def _kept(self) -> str:
+        saved = [folder for folder in self._output_dir.glob("checkpoint-*[0-9]") if manifests.has_manifest(folder)]
+        newest = max(saved, key=saved_at, default=None)
+        return "" if newest is None else f"; earlier checkpoints are kept, the newest whole one is {newest}"
 
     def _folder(self, step: int) -> Path:
         return self._output_dir / f"checkpoint-{step}"

@@ -22,13 +22,11 @@ from swift_megatron_grpo.runtime.failures import Ranks
 LOCK = ".run.lock"
 _HELD = (errno.EACCES, errno.EAGAIN)
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+SEEN_SECONDS = 10.0  # until a file of another machine is seen on a network file system
 
 
 class FolderInUse(ValueError):
     """Another run writes to the folder. The message names the flag, the folder and the run."""
-
-
-_SEEN_SECONDS = 10.0  # until a file of another machine is seen on a network file system
 
 
 class FolderNotShared(ValueError):
@@ -90,7 +88,7 @@ class LockedFolders:
 
 def check_shared(folder: Path, content: str) -> None:
     """Raise FolderNotShared unless the lock in the folder has the content that rank 0 has written."""
-    end = time.monotonic() + _SEEN_SECONDS
+    end = time.monotonic() + SEEN_SECONDS
     while True:
         try:
             seen = (folder / LOCK).read_text(encoding="utf-8")

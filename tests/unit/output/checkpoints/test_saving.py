@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from threading import Timer
 
 import psutil
 import pytest
 import torch
+from torch.distributed import checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
+from swift_megatron_grpo.output.checkpoints import saving as saving_module
 from swift_megatron_grpo.output.checkpoints.manifest import (
     MANIFEST,
     has_manifest,
@@ -18,6 +21,7 @@ from swift_megatron_grpo.output.checkpoints.manifest import (
     write_manifest,
 )
 from swift_megatron_grpo.output.checkpoints.saving import owned_files
+from swift_megatron_grpo.output.disk.folder_lock import FolderNotShared
 from swift_megatron_grpo.output.disk.full_disk import NoSpace, free_bytes
 from tests.unit.output.checkpoints.saved import FILES, IDENTITY, save, write_files, writer
 from tests.unit.output.disk.small_files import file_size_limit
@@ -43,6 +47,27 @@ def test_a_manifest_is_written_once_the_save_has_succeeded(tmp_path: Path) -> No
     assert folder.is_dir() and not has_manifest(folder)
     assert not saving.finish()
     assert not has_manifest(folder)
+
+
+def test_a_checkpoint_that_lacks_the_part_of_a_rank_gets_no_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine of that rank has written it to another folder. One that is seen late is waited for."""
+    monkeypatch.setattr(saving_module, "SEEN_SECONDS", 1.0)
+    saving, part = writer(tmp_path), tmp_path / "checkpoint-2" / "iter_0000002" / "__0_0.distcp"
+    save(tmp_path, 1)
+    with saving.writing(2, 0, estimate=0):
+        checkpoint.save({"a": torch.ones(4)}, storage_writer=checkpoint.FileSystemWriter(part.parent), no_dist=True)
+    elsewhere = part.rename(tmp_path / "part")
+    expected = (
+        rf"{part.parents[1]} lacks __0_0.distcp, which rank 0 on .* has written: {tmp_path} is no longer the same"
+    )
+    with pytest.raises(FolderNotShared, match=f"{expected}.*--resume auto.* is {tmp_path}/checkpoint-1$"):
+        saving.finish()
+    assert not has_manifest(part.parents[1])
+    monkeypatch.setattr(saving_module, "SEEN_SECONDS", 60.0)
+    Timer(0.5, elsewhere.rename, [part]).start()
+    assert saving.finish() and f"iter_0000002/{part.name}" in read_manifest(part.parents[1]).files
 
 
 def test_a_merged_copy_gets_a_manifest_too(tmp_path: Path) -> None:

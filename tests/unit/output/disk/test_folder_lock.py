@@ -54,7 +54,7 @@ def test_a_released_folder_can_be_locked_again(tmp_path: Path) -> None:
 
 
 def test_a_machine_with_a_folder_of_its_own_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_lock, "_SEEN_SECONDS", 0.3)
+    monkeypatch.setattr(folder_lock, "SEEN_SECONDS", 0.3)
     of_rank_0, own, missing = tmp_path / "shared", tmp_path / "own", tmp_path / "missing"
     lock = FolderLock(of_rank_0, "--output_dir")
     check_shared(of_rank_0, lock.content)
