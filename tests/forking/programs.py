@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import importlib
@@ -295,6 +296,18 @@ def run_torchrun(arguments: list[str]) -> None:
     run_python(arguments)
 
 
+def run_in_namespaces(arguments: list[str]) -> None:
+    """Run `PID PROGRAM ARGUMENTS`: a program of this file, in the namespaces of a process, as nsenter does."""
+    process, program, *rest = arguments
+    libc, folder = ctypes.CDLL(None, use_errno=True), Path.cwd()
+    for kind in ("user", "net", "uts", "mnt"):
+        with open(f"/proc/{process}/ns/{kind}") as namespace:
+            if libc.setns(namespace.fileno(), 0) != 0:
+                raise OSError(ctypes.get_errno(), f"entering the {kind} namespace of {process}")
+    os.chdir(folder)  # a mount namespace begins in its root
+    PROGRAMS[program](rest)
+
+
 def run_code(arguments: list[str]) -> None:
     """Run `python -c CODE ARGUMENTS`."""
     sys.argv = ["-c", *arguments[1:]]
@@ -331,6 +344,7 @@ PROGRAMS: dict[str, Callable[[list[str]], Any]] = {
     "script": run_script,
     "python": run_python,
     "torchrun": run_torchrun,
+    "in namespaces": run_in_namespaces,
     "code": run_code,
     "worker": run_worker,
     "server": run_server,

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import signal
-import socket
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.forking.client import free_port, start_piped
-from tests.paths import IMPORT_PATH
+from tests.support.machines import Machines, Processes, Started, ended, namespaces, needs_namespaces, two_machines
 from tests.unit.output.checkpoints.test_newest import saved
 
-# Each rank writes the number of its step. The ranks of both machines add a number in each step.
+# Each rank writes the number of its step. In each step the ranks of both machines agree on whether it is the last one.
 RANK = """
 import contextlib, os, sys, time
 import torch, torch.distributed as dist
@@ -24,10 +19,11 @@ from swift_megatron_grpo.runtime.refusals import lost_connections_reported_by_to
 dist.init_process_group("gloo")
 with lost_connections_reported_by_torchrun():
     for step in range(2000):
-        dist.all_reduce(torch.ones(1))
+        done = torch.tensor(float(os.path.exists("done")))
+        dist.all_reduce(done)
         if os.path.exists("fail") and dist.get_rank() == 1:
             raise ValueError("a step failed")
-        if os.path.exists("done"):
+        if done:
             break
         with open(f"step{dist.get_rank()}", "w") as file:
             file.write(str(step))
@@ -70,65 +66,40 @@ with lost_connections_reported_by_torchrun():
 """
 
 
-started: list[Machine] = []
+def start(machines: Machines, folder: Path, *flags: str, rank: str = RANK) -> list[Started]:
+    return [start_one(machines, folder, number, *flags, rank=rank) for number in (0, 1)]
 
 
-class Machine:
-    """A torchrun of a run on two machines, and its rank."""
-
-    def __init__(self, folder: Path, number: int, port: int, *flags: str, rank: str = RANK, **environ: str) -> None:
-        self.folder, self.number = folder, number
-        script = folder / "swift" / "cli" / "_megatron" / "rlhf.py"
-        script.parent.mkdir(parents=True, exist_ok=True)
-        script.write_text(rank)
-        torchrun = str(Path(sys.executable).with_name("torchrun"))
-        command = [torchrun, "--nnodes", "2", "--nproc_per_node", "1", "--node_rank", str(number),
-                   "--master_addr", "127.0.0.1", "--master_port", str(port), str(script), "--rlhf_type", "grpo",
-                   "--output_dir", str(folder / "output"), *flags]  # fmt: skip
-        self.process, self._output = start_piped("trainer", "torchrun", *command, folder=folder, PYTHONPATH=IMPORT_PATH,
-                                                   **environ)  # fmt: skip
-        started.append(self)
-
-    def step(self) -> int:
-        file = self.folder / f"step{self.number}"
-        return int(file.read_text() or "0") if file.exists() else 0
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to all processes at once, as when the machine loses its power, or its link (SIGSTOP)."""
-        torchrun = psutil.Process(self.process.pid)
-        for process in [torchrun, *torchrun.children(recursive=True)]:
-            process.send_signal(number)
-
-    def finish(self, seconds: float) -> tuple[int, str]:
-        code = self.process.wait(timeout=seconds)
-        with self._output:
-            return code, self._output.read()
+def start_one(machines: Machines, folder: Path, number: int, *flags: str, rank: str = RANK, **environ: str) -> Started:
+    script = folder / "swift" / "cli" / "_megatron" / "rlhf.py"  # by which torchrun is known to be ms-swift's
+    script.parent.mkdir(parents=True, exist_ok=True)
+    script.write_text(rank)
+    flags = ("--rlhf_type", "grpo", "--output_dir", str(folder / "output"), *flags)
+    return machines.torchrun(number, script, *flags, folder=folder, **environ)
 
 
-Machines = tuple[Machine, Machine]
-
-
-def start(folder: Path, *flags: str) -> Machines:
-    port = free_port()
-    machines = (Machine(folder, 0, port, *flags), Machine(folder, 1, port, *flags))
-    wait_for_steps(machines, 20)
-    return machines
-
-
-def wait_for_steps(machines: Machines, steps: int) -> None:
-    first, end = [machine.step() for machine in machines], time.monotonic() + 60
-    while any(machine.step() < before + steps for machine, before in zip(machines, first, strict=True)):
+def wait_for_steps(folder: Path, steps: int) -> None:
+    first, end = steps_of(folder), time.monotonic() + 60
+    while any(step < before + steps for step, before in zip(steps_of(folder), first, strict=True)):
         assert time.monotonic() < end, "the ranks do not train"
         time.sleep(0.05)
 
 
+def steps_of(folder: Path) -> list[int]:
+    files = [folder / f"step{number}" for number in (0, 1)]
+    return [int(file.read_text() or "0") if file.exists() else 0 for file in files]
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path
-    while started:  # those of a test that has failed, some of them stopped
-        machine = started.pop()
-        if machine.process.poll() is None:
-            machine.signal(signal.SIGKILL)
+def etc(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("etc")
+
+
+@pytest.fixture(params=["namespaces", pytest.param("processes", marks=pytest.mark.nightly)])
+def machines(request: pytest.FixtureRequest, etc: Path) -> Iterator[Machines]:
+    """Yield two namespaces where this machine allows them, else processes."""
+    with two_machines(etc) if request.param == "namespaces" else ended(Processes()) as two:
+        yield two
 
 
 def closing_line(output: str) -> str:
@@ -138,16 +109,18 @@ def closing_line(output: str) -> str:
 
 
 @pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.nightly), 1])
-def test_a_killed_machine_ends_the_run_with_one_line(folder: Path, killed: int) -> None:
+def test_a_killed_machine_ends_the_run_with_one_line(machines: Machines, tmp_path: Path, killed: int) -> None:
     """Machine 0 has the store of the rendezvous."""
-    newest = saved(folder / "output", 20, at=50.0)
-    machines = start(folder)
+    newest = saved(tmp_path / "output", 20, at=50.0)
+    run = start(machines, tmp_path)
+    wait_for_steps(tmp_path, 20)
     began = time.monotonic()
-    machines[killed].signal(signal.SIGKILL)
-    code, output = machines[1 - killed].finish(90)
+    machines.kill(killed)
+    code, output = run[1 - killed].finish(90)
     assert code == 1 and time.monotonic() - began < 25
     line = closing_line(output)
-    assert line.startswith(f"swift_megatron_grpo: machine {killed} (") and f"rank {killed}) is lost: it has not" in line
+    who = f"machine {killed} ({machines.names[killed]}, rank {killed})"
+    assert line.startswith(f"swift_megatron_grpo: {who} is lost: it has not answered for ")
     assert line.endswith(
         f"the newest whole checkpoint is {newest}. To continue, on these or other machines, use the same command with "
         "--resume auto"
@@ -155,68 +128,105 @@ def test_a_killed_machine_ends_the_run_with_one_line(folder: Path, killed: int) 
 
 
 @pytest.mark.thorough
-def test_a_machine_that_is_cut_off_is_named_and_the_run_goes_on(folder: Path) -> None:
-    machines = start(folder, "--node_timeout", "40")
-    machines[1].signal(signal.SIGSTOP)
-    time.sleep(27)  # half of the time after which the run ends is 20 s
-    machines[1].signal(signal.SIGCONT)
-    wait_for_steps(machines, 20)
+@pytest.mark.parametrize("cut", [pytest.param(0, marks=pytest.mark.nightly), 1])
+def test_a_machine_that_is_cut_off_is_named_and_the_run_goes_on(machines: Machines, tmp_path: Path, cut: int) -> None:
+    run = start(machines, tmp_path, "--node_timeout", "48")
+    wait_for_steps(tmp_path, 20)
+    machines.cut(cut)
+    time.sleep(30)  # half of the time after which the run ends is 24 s
+    machines.join(cut)
+    wait_for_steps(tmp_path, 20)
     time.sleep(4)
-    (folder / "done").touch()
-    code, output = machines[0].finish(90)
-    assert code == 0 and machines[1].finish(90)[0] == 0
-    first, second = (line for line in output.splitlines() if line.startswith("swift_megatron_grpo: "))
-    assert "rank 1) has not answered for 20 s; the run ends after 40 s (--node_timeout)" in first
-    assert second.endswith("rank 1) answers again")
+    (tmp_path / "done").touch()
+    ends = [machine.finish(90) for machine in run]
+    assert [code for code, _ in ends] == [0, 0]
+    for number in (0, 1) if machines.run_when_cut else (1 - cut,):
+        first, second = (line for line in ends[number][1].splitlines() if line.startswith("swift_megatron_grpo: "))
+        who = f"machine {1 - number} ({machines.names[1 - number]}, rank {1 - number})"
+        assert f"{who} has not answered for 24 s; the run ends after 48 s (--node_timeout)" in first
+        assert second.endswith(f"{who} answers again")
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("cut", [0, pytest.param(1, marks=pytest.mark.nightly)])
-def test_a_machine_that_stays_away_ends_the_run_everywhere(folder: Path, cut: int) -> None:
-    machines = start(folder, "--node_timeout", "12", "--resume", "auto")
-    machines[cut].signal(signal.SIGSTOP)
-    code, output = machines[1 - cut].finish(90)
+def test_a_machine_that_stays_away_ends_the_run_everywhere(machines: Machines, tmp_path: Path, cut: int) -> None:
+    run = start(machines, tmp_path, "--node_timeout", "12", "--resume", "auto")
+    wait_for_steps(tmp_path, 20)
+    machines.cut(cut)
+    code, output = run[1 - cut].finish(90)
     assert code == 1
     line = closing_line(output)
-    assert f"machine {cut} (" in line and "is lost: it has not answered for 1" in line
+    assert f"machine {cut} ({machines.names[cut]}" in line and "is lost: it has not answered for 1" in line
     assert "has no whole checkpoint to continue from, so the same command begins again" in line
-    machines[cut].signal(signal.SIGCONT)  # its link returns too late
-    code, output = machines[cut].finish(90)
-    assert code == 1 and f"machine {1 - cut} (" in closing_line(output)
+    if not machines.run_when_cut:
+        machines.join(cut)  # too late
+    code, output = run[cut].finish(90)
+    assert code == 1 and f"machine {1 - cut} ({machines.names[1 - cut]}" in closing_line(output)
 
 
-def test_a_rank_that_fails_is_named_on_the_other_machine(folder: Path) -> None:
-    machines = start(folder)
-    (folder / "fail").touch()
-    code, output = machines[0].finish(90)
+@pytest.mark.thorough
+@needs_namespaces
+@pytest.mark.parametrize("senders", [(0, 1), *(pytest.param((each,), marks=pytest.mark.nightly) for each in (0, 1))])
+def test_lost_packets_end_the_run_everywhere(tmp_path: Path, etc: Path, senders: tuple[int, ...]) -> None:
+    """No machine sees an error: its link is up, and what it sends, or receives, is lost on the way."""
+    with namespaces(etc) as machines:
+        run = start(machines, tmp_path, "--node_timeout", "12")
+        wait_for_steps(tmp_path, 20)
+        for sender in senders:
+            machines.lose_packets(sender)
+        for number, machine in enumerate(run):
+            code, output = machine.finish(90)
+            who = f"machine {1 - number} ({machines.names[1 - number]}"
+            assert code == 1 and f"{who}, rank {1 - number}) is lost: it has not answered for 1" in closing_line(output)
+
+
+@pytest.mark.nightly
+@needs_namespaces
+def test_packets_that_are_lost_for_a_while_are_made_up_for(tmp_path: Path, etc: Path) -> None:
+    with namespaces(etc) as machines:
+        run = start(machines, tmp_path, "--node_timeout", "60")
+        for _ in range(3):
+            wait_for_steps(tmp_path, 20)
+            machines.lose_packets(1)
+            time.sleep(5)
+            machines.deliver_packets(1)
+        wait_for_steps(tmp_path, 20)
+        (tmp_path / "done").touch()
+        ends = [machine.finish(90) for machine in run]
+        assert [code for code, _ in ends] == [0, 0], ends
+        assert not [output for _, output in ends if "swift_megatron_grpo: " in output], ends
+
+
+def test_a_rank_that_fails_is_named_on_the_other_machine(machines: Machines, tmp_path: Path) -> None:
+    run = start(machines, tmp_path)
+    wait_for_steps(tmp_path, 20)
+    (tmp_path / "fail").touch()
+    code, output = run[0].finish(90)
     assert code == 1
-    line = closing_line(output)
-    assert "swift_megatron_grpo: machine 1 (" in line and "rank 1) has ended: local rank 0, exit code 1. The ra" in line
-    code, output = machines[1].finish(90)
+    who = f"swift_megatron_grpo: machine 1 ({machines.names[1]}, rank 1)"
+    assert f"{who} has ended: local rank 0, exit code 1. The ra" in closing_line(output)
+    code, output = run[1].finish(90)
     assert code == 1 and "ValueError: a step failed" in output
 
 
-def test_what_has_started_torchrun_learns_which_rank_failed(folder: Path) -> None:
-    port = free_port()
-    said = [folder / "said0", folder / "said1"]
-    machines = [
-        Machine(folder, number, port, SWIFT_MEGATRON_GRPO_FAILURE=str(file)) for number, file in enumerate(said)
+def test_what_has_started_torchrun_learns_which_rank_failed(machines: Machines, tmp_path: Path) -> None:
+    said = [tmp_path / "said0", tmp_path / "said1"]
+    run = [
+        start_one(machines, tmp_path, number, SWIFT_MEGATRON_GRPO_FAILURE=str(file)) for number, file in enumerate(said)
     ]
-    wait_for_steps((machines[0], machines[1]), 5)
-    (folder / "fail").touch()
-    assert [machine.finish(60)[0] for machine in machines] == [1, 1]
+    wait_for_steps(tmp_path, 5)
+    (tmp_path / "fail").touch()
+    assert [machine.finish(60)[0] for machine in run] == [1, 1]
     assert said[1].read_text() == "rank 1 has ended: exit code 1" and not said[0].exists()
 
 
-def test_a_full_disk_of_one_machine_is_named_on_both(folder: Path) -> None:
+def test_a_full_disk_of_one_machine_is_named_on_both(machines: Machines, tmp_path: Path) -> None:
     """A limit on the size of a file stands in for the full disk: it needs no rights."""
-    (folder / "output").mkdir()
-    port = free_port()
-    machines = [Machine(folder, number, port, rank=SAVING_RANK) for number in (0, 1)]
-    for machine in machines:
+    (tmp_path / "output").mkdir()
+    for machine in start(machines, tmp_path, rank=SAVING_RANK):
         code, output = machine.finish(90)
         assert code == 1
-        disk = f"{folder}/output/checkpoint-2 could not be written by rank 1 on {socket.gethostname()}: a file may not"
+        disk = f"{tmp_path}/output/checkpoint-2 could not be written by rank 1 on {machines.names[1]}: a file may not"
         [line] = {line for line in output.splitlines() if disk in line}
-        assert line.endswith(f"the newest whole one is {folder}/output/checkpoint-1")
-    assert not (folder / "output" / "checkpoint-2").exists()
+        assert line.endswith(f"the newest whole one is {tmp_path}/output/checkpoint-1")
+    assert not (tmp_path / "output" / "checkpoint-2").exists()
