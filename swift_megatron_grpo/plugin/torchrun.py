@@ -4,8 +4,8 @@ torchrun's own handler raises an exception at SIGTERM and SIGINT, signals the ra
 traceback. Here the handler only passes the signal on, and torchrun ends when its ranks have, with their exit code. If a
 rank fails, torchrun ends the others with SIGTERM, which would ask them to stop and save: they are killed instead. The
 message of ranks that refuse a run is the last thing that is printed (runtime/refusals.py). On a machine without a GPU,
-the ranks are forks of torchrun, which imports for all of them. With several machines, torchrun finds a lost one
-(lost_machine.py), and ends its ranks with a line that names it.
+the ranks are forks of torchrun, which imports for all of them. With several machines, torchrun says that it waits for
+them to begin, finds a lost one (lost_machine.py), and ends its ranks with a line that names it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import gc
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -34,21 +35,38 @@ _REPORT_SECONDS = 15.0  # after the grace, for the watchdog of a stuck rank to w
 _SECOND_SIGNAL_SECONDS = 5.0  # for ranks to end at a second signal
 _EXIT_SECONDS = 30.0  # between the exit of the first rank and that of the last
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_MEETING_SECONDS = 30.0  # until a line says that other machines have not begun
 _NOTHING_SAVED = "{} ended the run before its first step; nothing was saved"
 _STOPPED = {128 + number for number in _SIGNALS}  # exit codes of a rank that has stopped
 _FOLLOWING = (-signal.SIGABRT, -signal.SIGTERM)  # exit codes of a rank that ends because another one has
 
 
-def hook_torchrun(args: list[str]) -> None:
+def hook_torchrun(args: list[str], own: Sequence[str]) -> None:
+    """Hook this process, which is torchrun. `args`: of its ranks; `own`: its own, before them."""
     refusals = expect_refusals(os.environ)
-    after_import("torch.distributed.elastic.multiprocessing.api", lambda api: _patch(api, args, refusals))
+    meeting = threading.Timer(_MEETING_SECONDS, _print, [_waits(own)])
+    meeting.daemon = True
+    if command_line.parse_flag(own, "nnodes") not in (None, "1"):
+        meeting.start()
+    after_import("torch.distributed.elastic.multiprocessing.api", lambda api: _patch(api, args, refusals, meeting))
 
 
-def _patch(api: ModuleType, args: list[str], refusals: Path) -> None:
+def _waits(own: Sequence[str]) -> str:
+    machines, number, address, port = (
+        command_line.parse_flag(own, name) for name in ("nnodes", "node_rank", "master_addr", "master_port")
+    )
+    return (
+        f"machine {number} waits for all {machines} machines to begin, at {address}:{port}. Each needs the same NNODES, "
+        f"MASTER_ADDR and MASTER_PORT, and a NODE_RANK of its own below {machines}; only machine 0 has this address"
+    )
+
+
+def _patch(api: ModuleType, args: list[str], refusals: Path, meeting: threading.Timer) -> None:
     context = api.PContext
     stock_start, stock_wait, stock_close = context.start, context.wait, context.close
 
     def start(self: Any) -> None:
+        meeting.cancel()
         if sys.platform == "linux" and not rank.has_accelerator():  # elsewhere libraries do not survive a fork
             _fork_ranks(api.SubprocessHandler, args)
         stock_start(self)

@@ -128,6 +128,19 @@ def test_a_killed_machine_ends_the_run_with_one_line(machines: Machines, tmp_pat
 
 
 @pytest.mark.thorough
+def test_a_machine_says_that_it_waits_for_another_to_begin(tmp_path: Path) -> None:
+    with ended(Processes()) as machines:
+        waiting = start_one(machines, tmp_path, 0)
+        time.sleep(40)  # it says so after 30
+        machines.kill(0)
+        _, output = waiting.finish(30)
+    assert (
+        f"swift_megatron_grpo: machine 0 waits for all 2 machines to begin, at 127.0.0.1:{machines.port}. Each needs the "
+        "same NNODES, MASTER_ADDR and MASTER_PORT, and a NODE_RANK of its own below 2; only machine 0 has this address\n"
+    ) in output
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("cut", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_a_machine_that_is_cut_off_is_named_and_the_run_goes_on(machines: Machines, tmp_path: Path, cut: int) -> None:
     run = start(machines, tmp_path, "--node_timeout", "48")
