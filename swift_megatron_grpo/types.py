@@ -87,6 +87,23 @@ class Body:
         return self.prompt + self.completion
 
 
+@dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """Counts of what drafts did. Without them a completion takes a step for each of its tokens."""
+
+    tokens: int = 0  # of completions
+    steps: int = 0  # in which requests took part, summed over requests
+    drafted: int = 0
+
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(self.tokens + other.tokens, self.steps + other.steps, self.drafted + other.drafted)
+
+    @property
+    def accepted(self) -> int:
+        """Tokens that took no step of their own."""
+        return self.tokens - self.steps
+
+
 @dataclass(slots=True)  # a frozen one takes 3 us instead of 1
 class Rollout:
     """One completion of one prompt, token by token as the engine produced it.

@@ -113,5 +113,6 @@ def configure_server(args: GRPOArguments) -> config.ServerConfig | None:
         returns_experts=args.of(routing.Routing).requested(1) > 0,
         quantization=args.rollout_quantization,
         batch_invariant=args.batch_invariant,
+        drafts=args.of(Speculation).drafts,
         updates_in_flight=args.in_flight_weight_updates,
     )

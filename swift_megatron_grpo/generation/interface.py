@@ -6,7 +6,7 @@ from hashlib import blake2b
 from typing import Any, Protocol, TypeVar
 
 from swift_megatron_grpo.settings.config import SamplingConfig
-from swift_megatron_grpo.types import Prompt, Rollout, ScoredText
+from swift_megatron_grpo.types import DraftCounts, Prompt, Rollout, ScoredText
 from swift_megatron_grpo.weights.transport.buckets import NamedWeights
 from swift_megatron_grpo.weights.transport.held_weights import WorkerWeights
 
@@ -140,6 +140,9 @@ class GenerationEngine(Protocol):
 
     def answered_requests(self) -> list[AnsweredRequest]:
         """Return the newest requests that servers have answered since the last call; none without servers."""
+
+    def take_draft_counts(self) -> DraftCounts:
+        """Return what drafts did since the last call, of engines that report to this rank; none without drafts."""
 
     def shutdown(self) -> None: ...
 

@@ -23,7 +23,8 @@ _OF_BOTH = {
     "model", "model_type", "model_revision", "use_hf", "hub_token", "torch_dtype", "template", "system",
     "enable_thinking", "preserve_thinking", "add_non_thinking_prefix", "agent_template", "response_prefix",
     "max_pixels", "norm_bbox", "model_kwargs", "external_plugins", "custom_register_path", "multi_turn_scheduler",
-    "max_turns", "use_gym_env", "gym_env", "rollout_quantization",
+    "max_turns", "use_gym_env", "gym_env", "rollout_quantization", "batch_invariant",
+    "speculative_rollouts", "speculative_tokens",
 }  # fmt: skip
 # Flags that a server alone has; vLLM's are those that begin with vllm_, except the trainer's.
 _OF_SERVER = {

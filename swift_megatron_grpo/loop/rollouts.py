@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from swift_megatron_grpo.generation.vllm.drafts import DraftCounts
 from swift_megatron_grpo.grading.graded import GradedRollouts
 from swift_megatron_grpo.grading.resampling import resample
 from swift_megatron_grpo.grading.results import total_rewards
@@ -23,7 +22,7 @@ from swift_megatron_grpo.loop.step_context import StepContext
 from swift_megatron_grpo.packing import completions
 from swift_megatron_grpo.runtime.deadlines.interrupt import DeadlineExceeded
 from swift_megatron_grpo.settings.config import EvaluationConfig, GRPOConfig
-from swift_megatron_grpo.types import Graded, Prompt, Rollout
+from swift_megatron_grpo.types import DraftCounts, Graded, Prompt, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +106,7 @@ class Rollouts:
         return result, scored.between(size, started.size)
 
     def _draft_from(self, scored: Scored) -> None:
-        """Let every engine draft from these completions from now on, whichever has generated them."""
+        """Let every engine of these ranks draft from completions from now on, whichever has generated them."""
         if self._stages.drafts is not None:
             self._stages.drafts.remember(
                 (sequence.prompt_ids, sequence.completion_ids)
@@ -117,13 +116,10 @@ class Rollouts:
 
     def _take_draft_counts(self) -> dict[str, float]:
         """Return metrics of the drafts since the last call, of all engines; none without drafts."""
-        drafts, engine = self._stages.drafts, self._stages.generation
-        if drafts is None:
+        engine = self._stages.generation
+        if engine is None or not self._config.engine.drafts:
             return {}
-        assert engine is not None
-        counts = drafts.take_counts()  # of an engine, so every rank of it has the same
-        gathered = self._stages.coordinator.all_gather(counts if engine.share.reports else DraftCounts())
-        total = sum(gathered, start=DraftCounts())
+        total = sum(self._stages.coordinator.all_gather(engine.take_draft_counts()), start=DraftCounts())
         return {
             "drafts/verified": float(total.drafted),
             "drafts/accepted": float(total.accepted),

@@ -33,7 +33,7 @@ class Stages:
     spare_prompts: PromptSource  # for --dynamic_sample, in another order
     image_reader: ImageReader | None  # None: the prompts are text
     generation: GenerationEngine | None  # None: completions are replayed
-    drafts: Drafts | None  # of the engine; None: it verifies none
+    drafts: Drafts | None  # of an engine in these ranks; None: it verifies none, or is on servers, which remember
     rewards: RewardFunctions
     training: MegatronEngine
     reference: Reference | None

@@ -77,6 +77,7 @@ class ServerConfig:
     returns_experts: bool = False  # this run requests which experts the servers' routers choose
     quantization: Quantization = "none"  # that the servers must have as well
     batch_invariant: bool = False  # likewise
+    drafts: int = 0  # likewise: the most of a request in a step
     updates_in_flight: bool = False  # weights are sent to servers that generate, which continue with them
 
     @property

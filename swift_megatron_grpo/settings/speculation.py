@@ -23,10 +23,11 @@ class Speculation(Flags):
         "off",
         "history: vLLM generates the same completions in fewer steps. It verifies drafts of their next tokens, from "
         "the prompt, the group's other completions, and earlier completions of the prompt. A draft is accepted only "
-        "where it is the token that would be sampled anyway, so --seed_completions true is required. On a GPU, the "
-        "first model runner of vLLM generates, without asynchronous scheduling. mtp: the drafts come from the model's "
-        "own layers of multi-token prediction (Qwen3.5, Qwen3-Next), which are not trained, and every rollout is "
-        "compared with the trainer. docs/speculation.md says when it pays. Default: off.",
+        "where it is the token that would be sampled anyway, so --seed_completions true is required. Servers need this "
+        "flag and --speculative_tokens as well. On a GPU, the first model runner of vLLM generates, without "
+        "asynchronous scheduling. mtp: the drafts come from the model's own layers of multi-token prediction (Qwen3.5, "
+        "Qwen3-Next), which are not trained, and every rollout is compared with the trainer. docs/speculation.md says "
+        "when it pays. Default: off.",
     )
     speculative_tokens: Annotated[int, Range(1, 4, high=16)] = flag(
         4,
@@ -70,8 +71,11 @@ class Speculation(Flags):
                 f"{self._this} accepts a draft where it is what the completion's own noise samples, and only seeded "
                 "completions have noise of their own; add --seed_completions true"
             )
-        if self.vllm_mode == "server":
-            yield f"{self._this}: rollout servers have no drafts yet; use --vllm_mode colocate, {_INSTEAD}"
+        if self.vllm_mode == "server" and self.predicts:
+            yield (
+                f"{self._this}: trainers send servers no layers of multi-token prediction; use --vllm_mode colocate, "
+                "--speculative_rollouts history, or --speculative_rollouts off"
+            )
         if self.rollout_quantization != "none":
             yield (
                 f"{self._this}: no test compares drafted completions of quantized weights yet; use "

@@ -13,8 +13,9 @@ from swift_megatron_grpo.types import span_problem
 from tests.forking.client import run_code
 
 
-def report_of(kind: str, module: str, model: Path) -> Any:
-    printed = run_code(kind, f"from tests.programs.e2e import {module}; {module}.main({str(model)!r})")
+def report_of(kind: str, module: str, model: Path, *arguments: Any) -> Any:
+    values = ", ".join(map(repr, (str(model), *arguments)))
+    printed = run_code(kind, f"from tests.programs.e2e import {module}; {module}.main({values})")
     return json.loads(printed.rsplit("RESULT ", 1)[1].splitlines()[0])
 
 
@@ -79,3 +80,14 @@ def test_each_span_has_the_log_probs_of_its_weights_on_the_kept_cache(dense: Pat
     assert "no trainer has joined this server" in report["failed"]
     assert report["cancelled"] == ["CancelledError"] * 2 and report["left"] == 0
     assert len(report["after"]["completion_ids"]) > 0
+
+
+@pytest.mark.e2e
+def test_weights_that_arrive_in_flight_verify_older_drafts(dense: Path) -> None:
+    """Each token is what the noise of its seed and position samples, by transformers and the weights of its span."""
+    report = report_of("rollout", "weights_in_flight", dense, 4, 0.1)
+    assert max(report["differences"]) < 1e-3 and min(report["planted"]) > 1e-1, report["differences"]
+    counts = report["drafts"]
+    assert 0 < counts["tokens"] - counts["steps"] < counts["drafted"]
+    versions = [[version for version, _ in each["spans"] or []] for each in report["completions"]]
+    assert [1, 2, 3] in versions[:4] and versions[-1] == [4, 5]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from swift_megatron_grpo.cli.simulate_drafts.replay import replay
 from tests.contract.test_released_models import get_model
 from tests.forking.client import run_code
 from tests.support.runs import PLUGINS, REWARDS, make_dataset, megatron_rlhf, read_json_lines
+from tests.support.servers import RolloutServer
 
 QUESTIONS = [
     "Explain why the sky is blue to a ten year old.",
@@ -47,6 +48,12 @@ def assert_equal(without: Any, drafted: Any, bound: float = EXACT) -> None:
     for (expected, logprobs), (found, others) in zip(without["results"], drafted["results"], strict=True):
         assert found == expected
         assert max(abs(a - b) for a, b in zip(logprobs, others, strict=True)) < bound
+
+
+def furthest(without: Any, drafted: Any) -> float:
+    """Return the largest difference of the log-probs of the same tokens."""
+    pairs = zip(without["results"], drafted["results"], strict=True)
+    return max(abs(a - b) for (_, one), (_, other) in pairs for a, b in zip(one, other, strict=True))
 
 
 def assert_equal_runs(plain: Any, drafted: Any) -> None:
@@ -131,15 +138,83 @@ def test_drafts_change_no_turn_of_a_conversation(folder: Path, dense: Path) -> N
     assert all(0 < line["drafts/steps_saved"] < 1 for line in drafted[1])
 
 
+@pytest.mark.e2e
+def test_servers_with_drafts_generate_what_a_run_without_does(folder: Path, dense: Path) -> None:
+    """One of two servers is killed in the second of three rollouts, with its requests and what it remembers."""
+    dataset = make_dataset(folder / "served.jsonl", rows=2)
+    drafts = ["--speculative_rollouts", "history"]
+    servers = [RolloutServer(dense, folder / f"server {n}.txt", drafts, key=None).start() for n in range(2)]
+
+    def kill(line: str) -> None:
+        if "may generate with weights 1" in line:
+            servers[0].kill()
+
+    try:
+        plain = trained(folder / "no servers", dense, dataset, [])
+        remote = ["--vllm_mode", "server", "--vllm_server_base_url", *(server.wait().url for server in servers)]
+        drafted = trained(folder / "served", dense, dataset, [*drafts, *remote], on_line=kill)
+        assert servers[0].process is not None and servers[0].process.poll() is not None
+    finally:
+        for server in servers:
+            server.stop()
+    assert_equal_runs(plain, drafted)
+    assert [line["loss"] for line in drafted[1]] == pytest.approx([line["loss"] for line in plain[1]], abs=1e-5)
+    assert all(0 < line["drafts/accepted"] < line["drafts/verified"] for line in drafted[1])
+    assert all(0 < line["drafts/steps_saved"] < 1 for line in drafted[1])
+
+
+@pytest.mark.e2e
+@pytest.mark.nightly
+def test_drafts_change_no_turn_of_a_conversation_on_a_server(folder: Path, dense: Path) -> None:
+    dataset = make_dataset(folder / "served turns.jsonl", rows=2)
+    turns = ["--multi_turn_scheduler", "hints", "--max_turns", "3", "--external_plugins"]
+    hints, drafts = str(PLUGINS / "hints.py"), ["--speculative_rollouts", "history"]
+    server = RolloutServer(dense, folder / "turns.txt", [*turns, hints, *drafts], key=None).start()
+    try:
+        plain = trained(folder / "local turns", dense, dataset, [*turns, str(REWARDS), hints])
+        remote = ["--vllm_mode", "server", "--vllm_server_base_url", server.wait().url, "--vllm_server_pass_dataset",
+                  "true", "--external_plugins", str(REWARDS)]  # fmt: skip
+        drafted = trained(folder / "served turns", dense, dataset, [*drafts, *remote])
+    finally:
+        server.stop()
+    assert_equal_runs(plain, drafted)
+    assert all(line["num_turns"] == 3 and line["drafts/accepted"] > 0 for line in drafted[1])
+
+
+@pytest.mark.e2e
+@pytest.mark.nightly
+def test_drafts_change_no_completion_of_adapters_on_a_server(folder: Path, dense: Path) -> None:
+    dataset = make_dataset(folder / "served adapters.jsonl", rows=2)
+    lora = ["--tuner_type", "lora", "--lora_rank", "8", "--lora_alpha", "32", "--target_modules", "all-linear", "--lr",
+            "1e-2", "--vllm_enable_lora", "true"]  # fmt: skip
+    drafts = ["--speculative_rollouts", "history"]
+    flags = ["--vllm_enable_lora", "true", *drafts]
+    server = RolloutServer(dense, folder / "adapters.txt", flags, key=None).start()
+    try:
+        plain = trained(folder / "local adapters", dense, dataset, lora)
+        remote = ["--vllm_mode", "server", "--vllm_server_base_url", server.wait().url]
+        drafted = trained(folder / "served adapters", dense, dataset, [*lora, *drafts, *remote])
+    finally:
+        server.stop()
+    assert_equal_runs(plain, drafted)
+    assert all(line["drafts/accepted"] > 0 for line in drafted[1])
+
+
 def trained(
-    folder: Path, model: Path, dataset: Path, flags: list[str], ranks: int = 1, rollouts: int = 3
+    folder: Path,
+    model: Path,
+    dataset: Path,
+    flags: list[str],
+    ranks: int = 1,
+    rollouts: int = 3,
+    on_line: Callable[[str], object] | None = None,
 ) -> tuple[list[tuple[Any, Any]], list[Any]]:
     """Return tokens and log-probs of the completions of trained rollouts, and the logged steps."""
     dump = folder / "dump"
     exact = ["--torch_dtype", "float32", "--fp16", "false", "--seed_completions", "true", "--rollout_dump", str(dump),
              "--train_iters", str(rollouts), "--temperature", "0.04", "--max_completion_length", "32",
              "--save_steps", "100"]  # fmt: skip
-    run = megatron_rlhf(model, dataset, folder, ranks, [*exact, *flags])
+    run = megatron_rlhf(model, dataset, folder, ranks, [*exact, *flags], on_line=on_line)
     assert run.code == 0, run.output[-4000:]
     rows = [row for number in range(rollouts) for row in read_json_lines(dump / f"rollout-{number:06}.jsonl")]
     return [(row["completion_ids"], row["logprobs"]) for row in rows], run.log
@@ -164,20 +239,24 @@ def test_a_run_that_resumes_drafts_from_its_dump(folder: Path, dense: Path) -> N
 def test_completions_of_a_released_model_are_the_same(tmp_path: Path) -> None:
     """504 completions of SmolLM2, in three rollouts of eight questions. It takes minutes, and an index that has it.
 
-    Its nine heads cannot be divided by two ranks: the run above has them, with another model.
+    Its nine heads cannot be divided by two ranks: the run above has them, with another model. Log-probs differ by
+    rounding, which depends on the rows of a step. So they are compared with what it makes of other steps without
+    drafts: those that run fewer requests at a time.
     """
     done = get_model(tmp_path / "smollm2")
     if done.returncode:
         pytest.skip(f"get-model: {done.stderr[-500:]}")
     report = report_of(tmp_path / "smollm2", QUESTIONS, 21, 24, 40, [], "released model")
+    others = report.pop("fewer at a time")
+    assert [tokens for tokens, _ in others["results"]] == [t for t, _ in report["after an update"][0]["results"]]
+    rounding = furthest(report["after an update"][0], others)
+    print(f"without drafts, log-probs within {rounding:.3g} of those of fewer requests at a time")
     for rollout, (without, drafted) in report.items():
-        assert_equal(without, drafted, bound=2 * EXACT)  # 1.34e-5 was the largest
+        counts = {name: value for name, value in drafted.items() if name != "results"}
+        print(rollout, counts, f"{without['steps']} steps without, log-probs within {furthest(without, drafted):.3g}")
+        assert_equal(without, drafted, bound=2 * rounding)  # both are the largest of thousands
         assert len(drafted["results"]) == 168 and drafted["accepted"] > 0
         assert drafted["steps"] < without["steps"]
-        far = [abs(a - b) for pair in zip(without["results"], drafted["results"], strict=True)
-               for a, b in zip(pair[0][1], pair[1][1], strict=True)]  # fmt: skip
-        counts = {name: value for name, value in drafted.items() if name != "results"}
-        print(rollout, counts, f"{without['steps']} steps without, log-probs within {max(far):.3g}")
     assert sum(runs[1]["preempted"] for runs in report.values()) > 0
 
 

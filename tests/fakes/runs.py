@@ -178,7 +178,7 @@ def fake_run(
             steps_per_generation=steps_per_generation, global_batch_size=size // steps_per_generation,
         ),
         num_iterations=num_iterations, max_staleness=max_staleness, top_entropy_quantile=top_entropy_quantile,
-        in_flight_weight_updates=in_flight, engine=SimpleNamespace(predicts_drafts=predicts_drafts),
+        in_flight_weight_updates=in_flight, engine=SimpleNamespace(predicts_drafts=predicts_drafts, drafts=0),
         grading=GradingConfig(
             num_generations=GROUP, reward_names=("length",), reward_weights=(1.0,),
             advantage_estimator=estimator, scale_rewards=ESTIMATORS[estimator].scale_rewards,

@@ -33,7 +33,7 @@ from swift_megatron_grpo.runtime.stopping.request import StopRequest
 from swift_megatron_grpo.settings.config import SamplingConfig, VllmConfig
 from swift_megatron_grpo.trainer.grpo_trainer import MegatronGRPOTrainer
 from swift_megatron_grpo.training.engine import MegatronEngine
-from swift_megatron_grpo.types import Prompt, Rollout, Sample, ScoredText
+from swift_megatron_grpo.types import DraftCounts, Prompt, Rollout, Sample, ScoredText
 from swift_megatron_grpo.weights.transport.buckets import NamedWeights
 from swift_megatron_grpo.weights.transport.held_weights import WorkerWeights
 
@@ -167,6 +167,9 @@ class Canned:
 
     def answered_requests(self) -> list[AnsweredRequest]:
         return []
+
+    def take_draft_counts(self) -> DraftCounts:
+        return DraftCounts()
 
     def shutdown(self) -> None: ...
 

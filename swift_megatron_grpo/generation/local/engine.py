@@ -39,7 +39,7 @@ from swift_megatron_grpo.generation.vllm.predicted_drafts import METHOD, Predict
 from swift_megatron_grpo.generation.vllm.second_runner import Drafts, draft_in_second_runner
 from swift_megatron_grpo.runtime.stopping.request import RunStopped, StopRequest
 from swift_megatron_grpo.settings.config import SamplingConfig, VllmConfig
-from swift_megatron_grpo.types import Rollout, ScoredText
+from swift_megatron_grpo.types import DraftCounts, Rollout, ScoredText
 from swift_megatron_grpo.weights.load.loaded_weights import LoadedWeights
 from swift_megatron_grpo.weights.load.prediction_layers import WithPredictionLayers
 from swift_megatron_grpo.weights.load.quantization import layers_that_quantize
@@ -223,6 +223,10 @@ class LocalVllm:
 
     def answered_requests(self) -> list[AnsweredRequest]:
         return []
+
+    def take_draft_counts(self) -> DraftCounts:
+        counts = DraftCounts() if self.drafts is None else self.drafts.take_counts()
+        return counts if self.share.reports else DraftCounts()  # every rank of an engine has the same
 
     def shutdown(self) -> None:
         self._engine.engine.engine_core.shutdown()

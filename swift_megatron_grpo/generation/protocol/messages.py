@@ -23,7 +23,7 @@ from swift_megatron_grpo.packing.expert_rows import decode_rows, encode_rows
 from swift_megatron_grpo.types import ExpertRows
 
 T = TypeVar("T")
-PROTOCOL = 20  # increased by every change that is not compatible
+PROTOCOL = 21  # increased by every change that is not compatible
 NO_WEIGHTS = -1  # version of a server that has the checkpoint's weights, or newer ones only in part
 RUN_HEADER = "X-GRPO-Run"  # the name of the run that sends a request; the status shows it
 RUN_SECRET_HEADER = "X-GRPO-Run-Secret"  # proves that the request is from that run; no server reports it
@@ -46,6 +46,7 @@ class Routes:
     GENERATE_BATCH = "/grpo/generate_batch"  # one line for each request, as soon as it ends
     JOIN = "/grpo/weights/join"
     RECEIVE = "/grpo/weights/receive"
+    DRAFTS = "/grpo/drafts"  # what they did since the last request
     SCORE = "/grpo/score"
     HELD_WEIGHTS = "/grpo/held_weights"
     LEAVE = "/grpo/leave"
@@ -199,6 +200,7 @@ class ServerStatus:
     videos_per_prompt: StrictInt
     quantization: str  # its --rollout_quantization
     batch_invariant: StrictBool  # completions do not depend on what else it generates
+    drafts: StrictInt  # that its engine verifies in a step of a request, at most; 0: none
     returns_experts: StrictBool  # it can report which experts its routers choose
     updates_in_flight: StrictBool  # it can load weights while it generates
     conversations: ConversationSettings | None  # None: a completion is one turn

@@ -23,6 +23,7 @@ from swift_megatron_grpo.runtime.http import (
     open_session,
     respond,
 )
+from swift_megatron_grpo.types import DraftCounts
 from swift_megatron_grpo.weights.transport.held_weights import WorkerWeights
 from swift_megatron_grpo.weights.transport.rendezvous import Rendezvous
 
@@ -71,6 +72,10 @@ class Client:
 
     async def receive(self, payload: dict[str, Any], timeout: float) -> dict[str, Any]:
         return await self._request("POST", Routes.RECEIVE, timeout, payload)
+
+    async def take_draft_counts(self, timeout: float) -> DraftCounts:
+        response = await self._request("POST", Routes.DRAFTS, timeout)
+        return _read("its counts of drafts", lambda body: DraftCounts(**{n: int(body[n]) for n in body}), response)
 
     async def score_text(self, payload: dict[str, Any], timeout: float) -> list[list[float]]:
         """Return the log-probs of each replica of the model."""

@@ -66,6 +66,12 @@ def problems_of(status: ServerStatus, config: ServerConfig) -> list[str]:
         f"its vllm_max_lora_rank ({status.max_lora_rank}) is below --lora_rank {rank}; start it with "
         f"--vllm_max_lora_rank {rank}": rank is not None and status.enable_lora and status.max_lora_rank < rank,
     }
+    if status.drafts != config.drafts:
+        flags = f"history --speculative_tokens {config.drafts}" if config.drafts else "off"
+        problems[
+            f"it verifies up to {status.drafts} drafts of a request in a step, and this run has "
+            f"--speculative_rollouts {flags}; start it with --speculative_rollouts {flags}"
+        ] = True
     quantization = mismatch(config.quantization, status.quantization)
     return [
         *_other_model(status.model, config.model),

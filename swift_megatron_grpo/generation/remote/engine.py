@@ -28,12 +28,13 @@ from swift_megatron_grpo.generation.remote.servers import (
 from swift_megatron_grpo.generation.remote.weight_sender import WeightConnection, WeightSender
 from swift_megatron_grpo.runtime.http import Refused, RequestTimeout, ServerFailure
 from swift_megatron_grpo.settings.config import SamplingConfig, ServerConfig
-from swift_megatron_grpo.types import ScoredText
+from swift_megatron_grpo.types import DraftCounts, ScoredText
 from swift_megatron_grpo.weights.transport.buckets import NamedWeights
 from swift_megatron_grpo.weights.transport.held_weights import WorkerWeights
 
 T = TypeVar("T")
 logger = get_logger()
+_COUNTS_SECONDS = 10.0  # for a server to report what drafts did, which only a metric depends on
 
 
 class _Transfer(NamedTuple):
@@ -271,6 +272,20 @@ class RemoteVllm:
         )
         self._generations = [*older, generation]
         return generation
+
+    def take_draft_counts(self) -> DraftCounts:
+        """Return what drafts did on servers since the last call, without those that do not respond at once."""
+        if self._events is None or not self._config.drafts:
+            return DraftCounts()
+        return self._events.run(self._draft_counts())
+
+    async def _draft_counts(self) -> DraftCounts:
+        queries = (server.client.take_draft_counts(_COUNTS_SECONDS) for server in self._servers.present)
+        counts = await asyncio.gather(*queries, return_exceptions=True)
+        for problem in counts:
+            if isinstance(problem, BaseException) and not isinstance(problem, ServerFailure):
+                raise problem
+        return sum((each for each in counts if isinstance(each, DraftCounts)), start=DraftCounts())
 
     # ---- no part of this engine is on this machine
 

@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from swift.arguments import RolloutArguments
@@ -26,10 +26,12 @@ from swift_megatron_grpo.generation.vllm.engine_kwargs import (
     passed_on,
 )
 from swift_megatron_grpo.generation.vllm.model_packages import fault_of_packages
+from swift_megatron_grpo.generation.vllm.second_runner import draft_settings
 from swift_megatron_grpo.types import Quantization
 from swift_megatron_grpo.weights.load.quantization import check_quantization, engine_settings, refusal_of_device
 
 LOOPBACK = "127.0.0.1"
+_MOST_DRAFTS = 16  # of a request in a step, as in the trainer
 _POSITIVE = {  # flags with an example of a value
     "health_timeout": 360, "max_body_bytes": 2**26, "max_prompt_characters": 2**20, "max_messages": 4096,
     "max_nesting": 32, "max_requests": 16384, "max_connections": 16384, "body_timeout": 60, "idle_timeout": 60,
@@ -54,6 +56,15 @@ class GRPORolloutArguments(RolloutArguments):
         False,
         "vLLM computes with kernels whose results do not depend on the other requests, and are slower. It needs a GPU "
         "of compute capability 9.0. Default: false, unless VLLM_BATCH_INVARIANT is 1.",
+    )
+    speculative_rollouts: Literal["off", "history"] = _flag(
+        "off",
+        "history: the same completions in fewer steps, as the trainer's flag of this name, which must be set as well. "
+        "Drafts come from the prompt, its other requests, and what this server has completed since its start, in at "
+        "most 256 MiB. Default: off.",
+    )
+    speculative_tokens: int = _flag(
+        4, "With --speculative_rollouts history: the most drafts of a request in a step, as in the trainer. Default: 4."
     )
     agent: str | None = _flag(
         None,
@@ -109,6 +120,7 @@ class GRPORolloutArguments(RolloutArguments):
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"--{flag} must be > 0, got {value}; use --{flag} {example}, or leave it out")
         self._check_engine()
+        self._check_drafts()
         if (fault := fault_of_packages(self.model, self.model_type)) is not None:
             raise ValueError(fault)
         if self.agent is not None:
@@ -126,7 +138,8 @@ class GRPORolloutArguments(RolloutArguments):
         check_quantization(self.rollout_quantization, self.vllm_enable_lora, dtype, device)
         self.batch_invariant = batch_invariance(self.batch_invariant, capability)
         settings = parse_json_object(FLAG, self.vllm_engine_kwargs)
-        self.vllm_engine_kwargs = settings | engine_settings(self.rollout_quantization)
+        drafts = draft_settings(self.drafts, self.vllm_max_num_seqs, predicted=False)
+        self.vllm_engine_kwargs = settings | engine_settings(self.rollout_quantization) | drafts
         batches = [name for name, each in multi_turns.items() if each.async_infer is not MultiTurnScheduler.async_infer]
         check_multi_turn(
             self.multi_turn_scheduler, self.max_turns, self.use_gym_env, self.gym_env, multi_turns, envs, batches
@@ -147,6 +160,34 @@ class GRPORolloutArguments(RolloutArguments):
             why = REFUSED_BY_SERVERS["speculative_config"]
             raise ValueError(f"--vllm_speculative_config {self.vllm_speculative_config}: {why}; leave it out")
         self.vllm_engine_kwargs = settings
+
+    def _check_drafts(self) -> None:
+        """Refuse what the trainer refuses with drafts; it also knows the model and the requests."""
+        this, most = "--speculative_rollouts history", self.speculative_tokens
+        if self.speculative_rollouts not in ("off", "history"):
+            raise ValueError(f"--speculative_rollouts {self.speculative_rollouts}: unknown value; use history or off")
+        if not 1 <= most <= _MOST_DRAFTS:
+            raise ValueError(
+                f"--speculative_tokens must be at least 1 and at most {_MOST_DRAFTS}, got {most}; use "
+                "--speculative_tokens 4"
+            )
+        if not self.drafts:
+            return
+        if self.rollout_quantization != "none":
+            raise ValueError(
+                f"{this}: no test compares drafted completions of quantized weights yet; use --rollout_quantization "
+                "none"
+            )
+        if self.vllm_data_parallel_size > 1:
+            raise ValueError(
+                f"{this}: vLLM reports what drafts did for the first of several replicas; start a `swift rollout` for "
+                "each, with --vllm_data_parallel_size 1"
+            )
+
+    @property
+    def drafts(self) -> int:
+        """The most drafts of a request in a step; 0: none."""
+        return self.speculative_tokens if self.speculative_rollouts == "history" else 0
 
     def _import_external_plugins(self) -> None:
         """Import what registers names, which ms-swift does again in the process of the engine."""

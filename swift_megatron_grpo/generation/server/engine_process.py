@@ -71,7 +71,10 @@ async def _run_worker(
     built: asyncio.Future[tuple[GRPOVllmEngine, Conversations | None]] = asyncio.get_running_loop().create_future()
 
     async def serve() -> None:
-        commands = EngineCommands(*await built, args.max_media_bytes)
+        engine, conversations = await built
+        if args.drafts:
+            await engine.engine.collective_rpc("grpo_draft")
+        commands = EngineCommands(engine, conversations, args.max_media_bytes)
         await _first_to_end(pipe.serve(command_socket, commands.commands), commands.wait_for_engine_failure())
 
     stock_engine_type = rollout.get_rollout_engine_type
@@ -255,8 +258,8 @@ class EngineCommands:
         self._images = ImageStore(max_media_bytes)
         self._generating: set[asyncio.Task[Any]] = set()
         commands = (
-            self.describe, self.probe, self.generate, self.put_image, self.join, self.receive, self.score_text,
-            self.held_weights,
+            self.describe, self.probe, self.generate, self.take_draft_counts, self.put_image, self.join, self.receive,
+            self.score_text, self.held_weights,
         )  # fmt: skip
         self.commands: dict[str, pipe.Command] = {
             command.__name__: partial(self._unless_engine_failed, command) for command in commands
@@ -328,6 +331,10 @@ class EngineCommands:
             shown = await asyncio.to_thread(portable_images, completion.infos["images"])
             completion = replace(completion, infos={**completion.infos, "images": shown})
         return (completion if experts else replace(completion, routed_experts=None)).to_json()
+
+    async def take_draft_counts(self) -> dict[str, Any]:
+        [counts, *_] = await self._engine.engine.collective_rpc("grpo_take_draft_counts")  # every worker has the same
+        return dict(counts)
 
     async def put_image(self, kind: str, digest: str, image: str) -> dict[str, Any]:
         self._images.put(f"{kind} {digest}", image)  # a request must not name an image as a recording

@@ -110,6 +110,7 @@ class RolloutRoutes:
         self.router.post(messages.Routes.GENERATE)(self.generate)
         self.router.post(messages.Routes.GENERATE_BATCH)(self.generate_batch)
         self.router.put(messages.Routes.IMAGES + "{digest}")(self.put_image)
+        self.router.post(messages.Routes.DRAFTS)(self.take_draft_counts)
         self.router.post(messages.Routes.SCORE)(self.score_text)
         self.router.get(messages.Routes.HELD_WEIGHTS)(self.held_weights)
         self.router.post(messages.Routes.JOIN)(self.join)
@@ -142,6 +143,7 @@ class RolloutRoutes:
                 max_lora_rank=args.vllm_max_lora_rank,
                 quantization=args.rollout_quantization,
                 batch_invariant=args.batch_invariant,
+                drafts=args.drafts,
                 returns_experts=args.returns_experts,
                 conversations=conversations,
                 **self._engine_settings["status"],
@@ -178,6 +180,13 @@ class RolloutRoutes:
         completion = await self._commands.call("generate", **arguments)
         self._health.record_token()
         return completion
+
+    async def take_draft_counts(self, run: Run) -> dict[str, Any]:
+        """Return what drafts did for the requests that have ended since the last call."""
+        self._require_lease(run)
+        if not self._args.drafts:
+            raise HTTPException(messages.INVALID, "this server's engine verifies no drafts (--speculative_rollouts)")
+        return await self._commands.call("take_draft_counts")
 
     async def put_image(self, digest: str, client: Request, run: Run) -> dict[str, Any]:
         """Keep an image, a recording or a video, which requests may name by its digest until others need the room."""

@@ -1,6 +1,7 @@
-"""Extension of vLLM's workers, to whose bases vLLM adds it by its dotted path: receives weights and loads them."""
+"""Extension of vLLM's workers, to whose bases vLLM adds it by its dotted path: loads weights, and counts drafts."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 
 from swift_megatron_grpo.generation.vllm import adapter, cuda_runtime, fast_logprobs, position_noise
+from swift_megatron_grpo.generation.vllm.second_runner import draft_in_second_runner, drafts_in
 from swift_megatron_grpo.weights.load.loaded_weights import LoadedWeights
 from swift_megatron_grpo.weights.load.quantization import layers_that_quantize
 from swift_megatron_grpo.weights.transport.buckets import unpack
@@ -20,6 +22,7 @@ from swift_megatron_grpo.weights.transport.rendezvous import Rendezvous
 cuda_runtime.find_runtime_beside_tilelang()  # before a worker imports FlashInfer
 fast_logprobs.speed_up_logprobs()
 position_noise.sample_by_position()
+draft_in_second_runner()
 if current_platform.is_cpu():
     from swift_megatron_grpo.platforms.cpu import activate_engine
 
@@ -65,6 +68,12 @@ class WeightReceiver(WeightSyncWorkerExtension):
 
     def grpo_held_weights(self) -> dict[str, Any]:
         return self._grpo_loaded_weights().worker_weights().to_json()
+
+    def grpo_draft(self) -> None:
+        drafts_in(self).follow(self.model_runner, remembers=True)
+
+    def grpo_take_draft_counts(self) -> dict[str, int]:
+        return asdict(drafts_in(self).take_counts())
 
     def _grpo_loaded_weights(self) -> LoadedWeights:
         if self.grpo_loaded_weights is None:

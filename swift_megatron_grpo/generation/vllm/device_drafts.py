@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from swift_megatron_grpo.generation.vllm.drafts import COMPLETIONS_OF_A_PROMPT, ROWS, DraftCounts, key_of_prompt
+from swift_megatron_grpo.generation.vllm.drafts import COMPLETIONS_OF_A_PROMPT, ROWS, key_of_prompt
 from swift_megatron_grpo.generation.vllm.kept_texts import KeptTexts
 from swift_megatron_grpo.generation.vllm.texts import MOST_MATCHED
+from swift_megatron_grpo.types import DraftCounts
 
 METHOD = "ngram_gpu"  # of vLLM, in whose place `DeviceDrafts` is built (second_runner.py)
 SOURCES = 32  # texts in which the drafts of a request are looked for
@@ -72,8 +73,9 @@ class DeviceDrafts:
         self._sources_here = np.full((state.max_num_reqs, SOURCES), -1, np.int32)
         self._sources = torch.full((state.max_num_reqs, SOURCES), -1, dtype=torch.int32, device=device)
         self._drafts = torch.zeros((state.max_num_reqs, self._most), dtype=torch.int64, device=device)
-        self._counts = torch.zeros(2, dtype=torch.int64, device=device)  # steps of requests, and drafts
-        self._tokens = 0
+        self._counts = torch.zeros(3, dtype=torch.int64, device=device)  # steps of requests, drafts, sampled tokens
+        self._tokens = 0  # of completions
+        self._remembers = False
         shape = (state.max_num_reqs, SOURCES, blocks_of(state.max_model_len))
         self._scores = torch.zeros(shape, dtype=torch.int64, device=device)
         self._add, self._remove = state.add_request, state.remove_request
@@ -105,8 +107,9 @@ class DeviceDrafts:
         if dummy_run:
             return drafts
         depth = self._most if num_speculative_tokens is None else num_speculative_tokens
-        steps = (sampled[: batch.num_reqs] > 0).sum()
-        self._counts += torch.stack([steps, steps * depth])
+        new = sampled[: batch.num_reqs]
+        steps = (new > 0).sum()
+        self._counts += torch.stack([steps, steps * depth, new.sum()])
         if depth:
             from swift_megatron_grpo.generation.vllm.draft_kernel import Kept, Running, propose
 
@@ -142,7 +145,9 @@ class DeviceDrafts:
 
     # ---- what the engine calls; all of its ranks make the same calls
 
-    def follow(self, runner: Any) -> None: ...
+    def follow(self, runner: Any, remembers: bool = False) -> None:
+        """`remembers`: nobody calls `remember` or `end_generation`. What ends is kept anyway."""
+        self._remembers = remembers
 
     def remember(self, completions: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
         """Draft from these prompts and completions from now on."""
@@ -157,9 +162,9 @@ class DeviceDrafts:
             self._forget(number)
 
     def take_counts(self) -> DraftCounts:
-        """Return the counts since the last call."""
-        steps, drafted = self._counts.tolist()
-        counts = DraftCounts(self._tokens, steps, drafted)
+        """Return the counts since the last call; on a server, with the tokens behind stop tokens."""
+        steps, drafted, sampled = self._counts.tolist()
+        counts = DraftCounts(sampled if self._remembers else self._tokens, steps, drafted)
         self._counts.zero_()
         self._tokens = 0
         return counts

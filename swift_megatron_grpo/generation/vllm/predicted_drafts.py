@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from swift_megatron_grpo.generation.vllm.drafts import DraftCounts
+from swift_megatron_grpo.types import DraftCounts
 
 METHOD = "mtp"  # vLLM's name for all of them
 

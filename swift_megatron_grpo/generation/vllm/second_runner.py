@@ -37,6 +37,14 @@ def draft_settings(most: int, at_once: int | None, predicted: bool) -> dict[str,
     return drafts.engine_settings(most)
 
 
+def drafts_in(worker: Any) -> GroupDrafts | DeviceDrafts:
+    """Return what vLLM has built by the name in its settings, which takes part in the steps of this worker."""
+    runner = worker.model_runner
+    on_device = worker.vllm_config.speculative_config.method == METHOD
+    drafts: GroupDrafts | DeviceDrafts = runner.speculator if on_device else runner.drafter
+    return drafts
+
+
 def draft_in_second_runner() -> None:
     """Install both in the process; once is enough."""
     after_import(f"{_PACKAGE}.model_runner", build_device_drafts)

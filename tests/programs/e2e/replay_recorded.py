@@ -19,7 +19,7 @@ from swift_megatron_grpo.generation.interface import (
     Share,
 )
 from swift_megatron_grpo.settings.config import SamplingConfig
-from swift_megatron_grpo.types import Rollout, ScoredText
+from swift_megatron_grpo.types import DraftCounts, Rollout, ScoredText
 from swift_megatron_grpo.weights.transport.held_weights import WorkerWeights
 
 
@@ -77,6 +77,9 @@ class RecordedCompletions:
 
     def answered_requests(self) -> list[AnsweredRequest]:
         return []
+
+    def take_draft_counts(self) -> DraftCounts:
+        return DraftCounts()
 
     def shutdown(self) -> None: ...
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
+
+import numpy as np
 
 from tests.programs.e2e.server_engine import make_request
 
@@ -25,11 +28,13 @@ def scale(model: Any, version: int) -> None:
         parameters[name].data.mul_(FACTORS[version])
 
 
-async def observe(path: str) -> dict[str, Any]:
+async def observe(path: str, drafts: int, temperature: float) -> dict[str, Any]:
+    """`drafts`: that a step verifies of a request. With drafts, requests have their number as seed."""
     import torch
     from swift.infer_engine import RequestConfig
 
     from swift_megatron_grpo.generation.server.engine_process import EngineCommands, ServedEngine
+    from swift_megatron_grpo.generation.vllm.second_runner import draft_settings
 
     class Endless(ServedEngine):
         """No token ends a completion, so all are as long as the test needs."""
@@ -41,17 +46,20 @@ async def observe(path: str) -> dict[str, Any]:
     engine = Endless(
         path, model_type="qwen3", template_type="qwen3", torch_dtype=torch.float32, use_async_engine=True,
         max_num_seqs=AT_ONCE, enforce_eager=True, max_model_len=256, logprobs_mode="processed_logprobs", seed=1,
-        engine_kwargs={"block_size": 32, "max_num_batched_tokens": 64},
+        engine_kwargs={"block_size": 32, "max_num_batched_tokens": 64, **draft_settings(drafts, AT_ONCE, False)},
     )  # fmt: skip
     thread = engine.engine
+    if drafts:
+        await thread.collective_rpc("grpo_draft")
     commands = EngineCommands(engine, None, 1)
     thread.version = commands._version = 1
-    sampling = asdict(RequestConfig(max_tokens=TOKENS, temperature=1.0, return_details=True, logprobs=True))
+    sampling = asdict(RequestConfig(max_tokens=TOKENS, temperature=temperature, return_details=True, logprobs=True))
 
     def start(number: int, repeats: int = 3, **more: Any) -> asyncio.Task[dict[str, Any]]:
         # of one prompt, whose blocks are shared
         request = make_request("what is two and two? " * repeats, number)
-        return asyncio.create_task(commands.generate(request, {**sampling, **more}))
+        seeded = {"seed": number} if drafts else {}
+        return asyncio.create_task(commands.generate(request, {**sampling, **seeded, **more}))
 
     async def of_requests(value: Callable[[Any], int]) -> int:
         """Return the sum of a value over the requests in progress."""
@@ -92,8 +100,10 @@ async def observe(path: str) -> dict[str, Any]:
     left = await tokens()
     after = await start(10)
     return {
-        "completions": completions, "after": after, "differences": [difference(path, each) for each in completions],
-        "planted": [difference(path, each) for each in planted(completions)],
+        "completions": completions, "after": after,
+        "differences": [difference(path, one, temperature, n if drafts else None) for n, one in enumerate(completions)],
+        "planted": [difference(path, each, temperature) for each in planted(completions)],
+        "drafts": (await thread.collective_rpc("grpo_take_draft_counts"))[0] if drafts else None,
         "failed": failed, "cancelled": [type(outcome).__name__ for outcome in outcomes], "left": left,
         "schedule": await thread._call(lambda llm: type(scheduler_of(llm).schedule).__name__),
     }  # fmt: skip
@@ -112,15 +122,17 @@ def scheduler_of(llm: Any) -> Any:
     return llm.engine_core.engine_core.scheduler
 
 
-def difference(path: str, message: dict[str, Any]) -> float:
+def difference(path: str, message: dict[str, Any], temperature: float, seed: int | None = None) -> float:
     """Return the largest difference between an engine's log-probs and those of transformers.
 
-    The weights change where the spans do, and the keys and values of earlier tokens stay.
+    The weights change where the spans do, and the keys and values of earlier tokens stay. It is infinite if any token
+    is not what the noise of `seed` samples at its position.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
     from swift_megatron_grpo.generation.protocol.messages import Completion
+    from swift_megatron_grpo.generation.vllm.position_noise import noisy_argmax
 
     completion = Completion.from_json(message)
     spans = completion.spans or [(completion.weights_version, len(completion.completion_ids))]
@@ -137,7 +149,12 @@ def difference(path: str, message: dict[str, Any]) -> float:
                 output = model(torch.tensor([fed]), past_key_values=cache, use_cache=True)
                 cache = output.past_key_values
                 fed = [remaining.pop(0)]
-                expected.append(float(output.logits[0, -1].log_softmax(-1)[fed[0]]))
+                logits = output.logits[0, -1:] / temperature
+                if seed is not None:
+                    place = np.array([len(completion.prompt_ids) + len(expected)])
+                    if noisy_argmax(logits, np.array([seed]), place).item() != fed[0]:
+                        return math.inf
+                expected.append(float(logits[0].log_softmax(-1)[fed[0]]))
     assert completion.logprobs is not None
     return max(abs(ours - theirs) for ours, theirs in zip(completion.logprobs, expected, strict=True))
 
@@ -150,5 +167,5 @@ async def _error_of(work: Any) -> str:
     return "none"
 
 
-def main(path: str) -> None:
-    print("RESULT " + json.dumps(asyncio.run(observe(path))))
+def main(path: str, drafts: int = 0, temperature: float = 1.0) -> None:
+    print("RESULT " + json.dumps(asyncio.run(observe(path, drafts, temperature))))

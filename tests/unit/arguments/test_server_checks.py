@@ -99,6 +99,7 @@ def status(**changes: Any) -> ServerStatus:
         "videos_per_prompt": 0,
         "quantization": "none",
         "batch_invariant": False,
+        "drafts": 0,
         "returns_experts": False,
         "updates_in_flight": True,
         "conversations": None,
@@ -126,6 +127,16 @@ def test_a_server_whose_batches_matter_is_refused_only_by_a_run_that_asks() -> N
     assert message.endswith("start it with --batch_invariant true")
     assert problems_of(status(batch_invariant=True), invariant) == []
     assert problems_of(status(batch_invariant=True), CONFIG) == []
+
+
+def test_a_server_verifies_as_many_drafts_as_the_run_asks_for() -> None:
+    drafted = replace(CONFIG, drafts=4)
+    assert problems_of(status(drafts=4), drafted) == []
+    for there in (0, 2):
+        [message] = problems_of(status(drafts=there), drafted)
+        assert message.endswith("start it with --speculative_rollouts history --speculative_tokens 4")
+    [message] = problems_of(status(drafts=4), CONFIG)
+    assert message.endswith("start it with --speculative_rollouts off")
 
 
 def test_a_server_of_several_devices_receives_no_weights_in_flight() -> None:

@@ -14,7 +14,7 @@ from tests.unit.settings.flags import faults
 ON = {
     "speculative_rollouts": "history",
     "seed_completions": True,
-    "vllm_mode": "colocate",
+    "vllm_mode": "server",
     "rollout_quantization": "none",
     "top_p": 1.0,
     "top_k": -1,
@@ -25,7 +25,7 @@ ON = {
     "router_replay_mode": "disabled",
     "router_agreement_samples": 0,
 }
-PREDICTED = {**ON, "speculative_rollouts": "mtp"}
+PREDICTED = {**ON, "speculative_rollouts": "mtp", "vllm_mode": "colocate"}
 QWEN3_5 = {"model_type": "qwen3_5"}
 
 
@@ -42,7 +42,6 @@ def test_a_dense_text_model_with_seeds_is_served() -> None:
     ("flags", "problem"),
     [
         ({"seed_completions": False}, "add --seed_completions true"),
-        ({"vllm_mode": "server"}, "rollout servers .* use --vllm_mode colocate, or --speculative_rollouts off"),
         ({"rollout_quantization": "fp8"}, "use --rollout_quantization none"),
         ({"structured_outputs_regex": "a*"}, "--structured_outputs_regex .* use --speculative_rollouts off"),
         ({"min_p": 0.1}, "--min_p 0.1 .* use --min_p 0"),
@@ -77,6 +76,7 @@ def test_a_model_with_linear_attention_and_experts_may_predict_its_drafts() -> N
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
+        ({"vllm_mode": "server"}, "use --vllm_mode colocate, --speculative_rollouts history"),
         ({"vllm_enable_prefix_caching": True}, "43559 .* use --vllm_enable_prefix_caching false"),
         ({"vllm_enable_lora": True}, "use --vllm_enable_lora false"),
         ({"router_replay_mode": "R3"}, "use --router_replay_mode R2 or disabled"),

@@ -93,3 +93,24 @@ def test_a_limit_must_be_positive_and_finite(flag: str, value: float) -> None:
 )
 def test_settings_that_would_change_the_policy_are_refused(flags: dict[str, Any], message: str) -> None:
     assert message in refusal(**flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"speculative_rollouts": "lossy"}, "--speculative_rollouts lossy: unknown value; use history or off"),
+        ({"speculative_tokens": 0}, "must be at least 1 and at most 16, got 0; use --speculative_tokens 4"),
+        ({"rollout_quantization": "fp8"}, "use --rollout_quantization none"),
+        ({"vllm_data_parallel_size": 2}, "start a `swift rollout` for each, with --vllm_data_parallel_size 1"),
+    ],
+)
+def test_drafts_that_are_not_served_are_refused(flags: dict[str, Any], message: str) -> None:
+    assert message in refusal(**{"speculative_rollouts": "history", **flags})
+
+
+def test_drafts_are_a_setting_of_the_engine(model: Path) -> None:
+    drafted = server(model, port=free_port(), speculative_rollouts="history", speculative_tokens=3)
+    assert drafted.drafts == 3
+    assert drafted.vllm_engine_kwargs["speculative_config"]["num_speculative_tokens"] == 3
+    plain = server(model, port=free_port())
+    assert plain.drafts == 0 and "speculative_config" not in plain.vllm_engine_kwargs

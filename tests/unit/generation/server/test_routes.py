@@ -64,7 +64,7 @@ class BrokenEngine(Engine):
 
 def served(engine: Engine) -> RolloutRoutes:
     """Return the routes of a server with weights 3, without its processes."""
-    arguments: Any = SimpleNamespace(host="127.0.0.1", world_size=1)
+    arguments: Any = SimpleNamespace(host="127.0.0.1", world_size=1, drafts=4)
     commands: Any = engine
     routes = RolloutRoutes(arguments, commands, EngineHealth(lambda: engine.call("probe"), 60), engine_settings={})
     routes._lease.touch(RUN, time.monotonic())
@@ -290,3 +290,21 @@ def test_any_other_audio_or_video_is_refused_when_it_is_sent(name: str) -> None:
     with pytest.raises(HTTPException, match="the body must ") as refused:
         upload(HOSTILE_FILES[name], engine)
     assert refused.value.status_code == 422 and engine.commands == []
+
+
+def test_counts_of_drafts_are_for_the_run_that_has_the_server() -> None:
+    engine = Engine()
+    server = served(engine)
+    asyncio.run(server.take_draft_counts(RUN))
+    assert engine.commands == ["take_draft_counts"]
+    with pytest.raises(HTTPException) as refused:
+        asyncio.run(server.take_draft_counts(RunIdentity("another", "secret")))
+    assert refused.value.status_code == TAKEN
+
+
+def test_a_server_without_drafts_has_no_counts_of_them() -> None:
+    server = served(Engine())
+    server._args.drafts = 0
+    with pytest.raises(HTTPException, match="verifies no drafts") as refused:
+        asyncio.run(server.take_draft_counts(RUN))
+    assert refused.value.status_code == INVALID

@@ -9,34 +9,37 @@ import pytest
 
 from swift_megatron_grpo.generation.vllm.drafts import (
     COMPLETIONS_OF_A_PROMPT,
+    INDEXED_TOKENS,
     ROWS,
-    DraftCounts,
     GroupDrafts,
     History,
 )
+from swift_megatron_grpo.types import DraftCounts
 
-LONGEST = 100
+LONGEST, STOP = 100, 99
 
 
 class Step:
     """The state of vLLM's first model runner that drafts read: the requests of a step, and their tokens."""
 
-    def __init__(self, most: int = 4) -> None:
+    def __init__(self, most: int = 4, indexed_tokens: int = INDEXED_TOKENS, on_server: bool = False) -> None:
         self.requests: dict[str, Any] = {}
         self.drafts = GroupDrafts(
             SimpleNamespace(
                 speculative_config=SimpleNamespace(num_speculative_tokens=most),
                 model_config=SimpleNamespace(max_model_len=LONGEST),
-            )
+            ),
+            indexed_tokens,
         )
-        self.drafts.follow(self)
+        self.drafts.follow(self, remembers=on_server)
 
     @property
     def input_batch(self) -> Any:
         return SimpleNamespace(req_ids=list(self.requests))
 
-    def start(self, name: str, prompt: list[int], most: int = 50, seed: int | None = 1) -> None:
-        params = SimpleNamespace(seed=seed, max_tokens=most)
+    def start(self, name: str, prompt: list[int], most: int = 50, seed: int | None = 1, **settings: Any) -> None:
+        usual = {"min_p": 0.0, "structured_outputs": None, "all_stop_token_ids": {STOP}}
+        params = SimpleNamespace(seed=seed, max_tokens=most, **{**usual, **settings})
         self.requests[name] = SimpleNamespace(prompt_token_ids=prompt, output_token_ids=[], sampling_params=params)
 
     def sample(self, **tokens: list[int]) -> dict[str, list[int]]:
@@ -81,12 +84,63 @@ def test_a_request_without_a_seed_or_without_a_token_is_not_drafted_for() -> Non
     assert step.sample(**{"greedy score": [1]}) == {"greedy score": [], "in its prompt": []}
 
 
+@pytest.mark.parametrize("settings", [{"min_p": 0.1}, {"structured_outputs": "a regex"}])
+def test_a_request_whose_drafts_vllm_would_not_sample_alike_has_none(settings: dict[str, Any]) -> None:
+    step = Step()
+    step.start("a", [1, 2, 1, 2], **settings)
+    assert step.sample(a=[1]) == {"a": []}
+
+
 def test_a_name_that_is_used_again_is_another_request() -> None:
     step = Step()
     step.start("0", [1, 2, 3])
     step.sample(**{"0": [4, 5, 6]})
     step.start("0", [8, 9])
     assert step.sample(**{"0": [8]}) == {"0": [9, 8]}
+
+
+def test_a_server_drafts_from_what_it_has_completed() -> None:
+    step = Step(on_server=True)
+    step.start("a", [1, 2, 3])
+    step.sample(a=[50, 51])
+    step.sample(a=[52, 53, STOP, 54])  # what is behind the stop token was sampled, and is no part of the completion
+    del step.requests["a"]
+    step.start("b", [1, 2, 3])
+    step.start("other", [1, 2])
+    assert step.sample(b=[50], other=[50]) == {"b": [51, 52, 53, STOP], "other": []}
+    assert step.drafts.take_counts() == DraftCounts(tokens=5 + 2, steps=4, drafted=4)
+    assert step.drafts.take_counts() == DraftCounts()
+
+
+def test_a_server_drafts_from_requests_of_a_prompt_that_have_ended() -> None:
+    step = Step(on_server=True)
+    step.start("a", [1, 2])
+    step.start("b", [1, 2])
+    step.sample(a=[60, 61, 62], b=[7])
+    del step.requests["a"]
+    assert step.sample(b=[60]) == {"b": [61, 62]}
+
+
+def test_a_server_forgets_requests_and_stays_within_its_bounds() -> None:
+    """Each request has a prompt of its own, almost as long as the context, and is cancelled."""
+    step = Step(on_server=True, indexed_tokens=500)
+    step.drafts._history = History(20_000)
+    for number in range(300):
+        step.start(str(number), [*range(number, number + LONGEST - 3)])
+        step.sample(**{str(number): [number]})
+        assert step.drafts._history.bytes <= 20_000
+        assert 0 <= step.drafts._room <= 500
+        if number % 16 == 15:
+            step.requests.clear()
+            step.sample()
+            assert not step.drafts._followed and not step.drafts._prompts and step.drafts._room == 500
+
+
+def test_a_full_index_drafts_from_what_it_has() -> None:
+    for indexed, drafts in ((2, []), (3, [6, 7, 1, 5])):
+        step = Step(indexed_tokens=indexed)
+        step.start("a", [5, 6, 7, 1])
+        assert step.sample(a=[5]) == {"a": drafts}
 
 
 def test_what_was_sampled_while_no_draft_was_asked_for_is_caught_up() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from swift_megatron_grpo.generation.vllm.drafts import DraftCounts
 from swift_megatron_grpo.generation.vllm.predicted_drafts import PredictedDrafts
+from swift_megatron_grpo.types import DraftCounts
 
 
 def test_a_step_counts_the_requests_that_got_tokens_and_all_drafts() -> None:
