@@ -27,6 +27,9 @@ QUESTIONS = [
     "Anna has 12 apples, and gives 5 of them to Ben. How many apples does each of them have?",
 ]
 EXACT = 1e-5  # of log-probs in fp32, whose sums depend on the batch
+# Of SmolLM2. With drafts 2.5e-5 was the largest. Without, it was 1.9e-5 between 24 and 5 requests at a time, and 3.6e-5
+# between vLLM's fp32 and fp64.
+ROUNDING = 5e-5
 CASES = ["temperature", "top_k and top_p", "repetition penalty", "stop tokens", "greedy", "all at once",
          "end of the context"]  # fmt: skip
 ALL = [*CASES, "first rollout", "second rollout", "after an update"]
@@ -50,10 +53,10 @@ def assert_equal(without: Any, drafted: Any, bound: float = EXACT) -> None:
         assert max(abs(a - b) for a, b in zip(logprobs, others, strict=True)) < bound
 
 
-def furthest(without: Any, drafted: Any) -> float:
-    """Return the largest difference of the log-probs of the same tokens."""
-    pairs = zip(without["results"], drafted["results"], strict=True)
-    return max(abs(a - b) for (_, one), (_, other) in pairs for a, b in zip(one, other, strict=True))
+def furthest(one: Any, other: Any) -> float:
+    """Return the largest difference between the log-probs of the same completions."""
+    pairs = zip(one, other, strict=True)
+    return max(abs(a - b) for (_, ours), (_, theirs) in pairs for a, b in zip(ours, theirs, strict=True))
 
 
 def assert_equal_runs(plain: Any, drafted: Any) -> None:
@@ -240,21 +243,17 @@ def test_completions_of_a_released_model_are_the_same(tmp_path: Path) -> None:
     """504 completions of SmolLM2, in three rollouts of eight questions. It takes minutes, and an index that has it.
 
     Its nine heads cannot be divided by two ranks: the run above has them, with another model. Log-probs differ by
-    rounding, which depends on the rows of a step. So they are compared with what it makes of other steps without
-    drafts: those that run fewer requests at a time.
+    rounding, which depends on the rows of a step, as between steps without drafts.
     """
     done = get_model(tmp_path / "smollm2")
     if done.returncode:
         pytest.skip(f"get-model: {done.stderr[-500:]}")
     report = report_of(tmp_path / "smollm2", QUESTIONS, 21, 24, 40, [], "released model")
-    others = report.pop("fewer at a time")
-    assert [tokens for tokens, _ in others["results"]] == [t for t, _ in report["after an update"][0]["results"]]
-    rounding = furthest(report["after an update"][0], others)
-    print(f"without drafts, log-probs within {rounding:.3g} of those of fewer requests at a time")
     for rollout, (without, drafted) in report.items():
         counts = {name: value for name, value in drafted.items() if name != "results"}
-        print(rollout, counts, f"{without['steps']} steps without, log-probs within {furthest(without, drafted):.3g}")
-        assert_equal(without, drafted, bound=2 * rounding)  # both are the largest of thousands
+        far = furthest(without["results"], drafted["results"])
+        print(rollout, counts, f"{without['steps']} steps without, log-probs within {far:.3g}")
+        assert_equal(without, drafted, bound=ROUNDING)
         assert len(drafted["results"]) == 168 and drafted["accepted"] > 0
         assert drafted["steps"] < without["steps"]
     assert sum(runs[1]["preempted"] for runs in report.values()) > 0
