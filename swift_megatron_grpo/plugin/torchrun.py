@@ -42,7 +42,7 @@ _FOLLOWING = (-signal.SIGABRT, -signal.SIGTERM)  # exit codes of a rank that end
 
 
 def hook_torchrun(args: list[str], own: Sequence[str]) -> None:
-    """Hook this process, which is torchrun. `args`: of its ranks; `own`: its own, before them."""
+    """Change what this torchrun does. `args`: of its ranks; `own`: its own, before them."""
     refusals = expect_refusals(os.environ)
     meeting = threading.Timer(_MEETING_SECONDS, _print, [_waits(own)])
     meeting.daemon = True
@@ -56,8 +56,8 @@ def _waits(own: Sequence[str]) -> str:
         command_line.parse_flag(own, name) for name in ("nnodes", "node_rank", "master_addr", "master_port")
     )
     return (
-        f"machine {number} waits for all {machines} machines to begin, at {address}:{port}. Each needs the same NNODES, "
-        f"MASTER_ADDR and MASTER_PORT, and a NODE_RANK of its own below {machines}; only machine 0 has this address"
+        f"machine {number} waits for all {machines} machines to begin, at {address}:{port}. Each needs the same "
+        f"NNODES, MASTER_ADDR and MASTER_PORT, and a NODE_RANK of its own below {machines}; machine 0 has this address"
     )
 
 

@@ -134,10 +134,8 @@ def test_a_machine_says_that_it_waits_for_another_to_begin(tmp_path: Path) -> No
         time.sleep(40)  # it says so after 30
         machines.kill(0)
         _, output = waiting.finish(30)
-    assert (
-        f"swift_megatron_grpo: machine 0 waits for all 2 machines to begin, at 127.0.0.1:{machines.port}. Each needs the "
-        "same NNODES, MASTER_ADDR and MASTER_PORT, and a NODE_RANK of its own below 2; only machine 0 has this address\n"
-    ) in output
+    waits = f"swift_megatron_grpo: machine 0 waits for all 2 machines to begin, at 127.0.0.1:{machines.port}. Each needs"
+    assert waits in output
 
 
 @pytest.mark.thorough
