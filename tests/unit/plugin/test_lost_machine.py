@@ -134,7 +134,8 @@ def test_a_machine_says_that_it_waits_for_another_to_begin(tmp_path: Path) -> No
         time.sleep(40)  # it says so after 30
         machines.kill(0)
         _, output = waiting.finish(30)
-    waits = f"swift_megatron_grpo: machine 0 waits for all 2 machines to begin, at 127.0.0.1:{machines.port}. Each needs"
+    place = f"127.0.0.1:{machines.port}"
+    waits = f"swift_megatron_grpo: machine 0 waits for all 2 machines to begin, at {place}. Each needs the same NNODES"
     assert waits in output
 
 
