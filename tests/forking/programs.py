@@ -16,7 +16,6 @@ import random
 import runpy
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ _AT_FIRST_USE = (
     "vllm.v1.core.sched.scheduler",
     "vllm.distributed.elastic_ep.elastic_execute",
     "vllm.renderers.hf",
-    *(["vllm.v1.pool.flash_maxsim.flash_maxsim_rerank"] if find_spec("vllm.v1.pool.flash_maxsim") else []),
     "scipy.io",
     "setproctitle",
 )
@@ -173,8 +171,9 @@ def skip_repeated_work() -> None:
     importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
     gc.unfreeze = lambda: None
     PretrainedConfig.__repr__ = object.__repr__
-    if find_spec("vllm.config.logging") is None:  # vLLM 0.25.1
+    if importlib.util.find_spec("vllm.config.logging") is None:  # vLLM 0.25.1
         return
+    import_all("vllm.v1.pool.flash_maxsim.flash_maxsim_rerank")
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging_if_needed
     from vllm.platforms.cpu import CpuPlatform
