@@ -123,7 +123,7 @@ def test_weights_in_flight_reach_completions_that_are_being_generated(
         tokens = [sum(count for parts in spans for version, count in parts if number - version == age)
                   for age in range(3)]  # fmt: skip
         shares = [logged[f"rollout/staleness_{age}_frac"] for age in range(3)]
-        assert shares == pytest.approx([count / sum(tokens) for count in tokens], abs=1e-8)  # the log has 8 digits
+        assert shares == pytest.approx([count / sum(tokens) for count in tokens], abs=1e-7)  # fp32
     assert sum(step["rollout/several_weights"] for step in run.log) > 0
     assert len({row["prompt_id"] for rows in dumped for row in rows}) * 4 == sum(map(len, dumped)) == 8 * 8
 

@@ -14,6 +14,7 @@ import pytest
 from swift_megatron_grpo.output.checkpoints.newest import find_newest, saved_at
 from tests.forking.programs import script_of_swift
 from tests.paths import PROGRAMS
+from tests.support.choice import rest_nightly
 from tests.support.machines import Machines, Started, namespaces, needs_namespaces, two_machines
 from tests.support.runs import CANNED, grpo_flags, megatron_rlhf, read_json_lines
 
@@ -52,7 +53,7 @@ def start_torchruns(machines: Machines, flags: Sequence[str], folder: Path) -> l
     return [machines.torchrun(number, script, *flags, folder=folder) for number in (0, 1)]
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_a_run_continues_after_a_loss_with_clocks_an_hour_apart(
     folder: Path, dense: Path, dataset: Path, clock: Path, etc: Path
@@ -97,7 +98,7 @@ def test_a_run_continues_after_a_loss_with_clocks_an_hour_apart(
 
 
 @needs_namespaces
-@pytest.mark.parametrize("earlier", ["none", "copied", pytest.param("of machine 0", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("earlier", rest_nightly(["none", "copied", "of machine 0"], ["none"]))
 def test_a_disk_of_each_machine_is_refused_before_a_model_loads(
     tmp_path: Path, dense: Path, dataset: Path, etc: Path, earlier: str
 ) -> None:

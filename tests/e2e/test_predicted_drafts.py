@@ -54,8 +54,8 @@ def test_a_run_with_drafts_on_two_ranks_generates_what_one_without_does(
     assert f"vLLM holds all {len(sent) - 15} tensors bit for bit" in plain.output
 
 
-@pytest.mark.parametrize("kind", [pytest.param("qwen3_5_moe", marks=pytest.mark.thorough),
-                                  pytest.param("qwen3_next", marks=pytest.mark.nightly)])  # fmt: skip
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["qwen3_5_moe", "qwen3_next"])
 def test_drafts_change_no_completion_of_other_types(folder: Path, two_rows: Path, kind: str) -> None:
     model = predictable(folder, kind)
     assert_equal_runs(

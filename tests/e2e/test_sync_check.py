@@ -101,12 +101,13 @@ def test_twenty_syncs_of_an_adapter_are_bitwise_exact(folder: Path, dense: Path,
     assert "--top_p 0.8" in run.output and "use --top_p 1 to sample from the policy" in run.output
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "flags"),
     [
         ("moe", ["--expert_model_parallel_size", "2"]),
-        pytest.param("dense", ["--tensor_model_parallel_size", "2", *TWO_RANKS_OF_VLLM], marks=pytest.mark.nightly),
-        pytest.param("qwen3_5", ["--torch_dtype", "bfloat16"], marks=pytest.mark.nightly),
+        ("dense", ["--tensor_model_parallel_size", "2", *TWO_RANKS_OF_VLLM]),
+        ("qwen3_5", ["--torch_dtype", "bfloat16"]),
     ],
 )
 def test_vllms_own_digests_are_those_of_an_engine_with_the_checkpoint(
