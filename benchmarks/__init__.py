@@ -13,11 +13,11 @@ bench_switches.py           time between training and generation: offload, wake-
 bench_short_steps.py        steps of a small released model with several checkouts in turns, by phase
 long_run.py                 thousands of steps of a small released model in one run: what drifts
 learn.py                    the same task in four trainers: reward, held-out accuracy and seconds over steps
-learn_chain.sh              all runs of learn.py in one session on GPUs
+learn_chain.sh              all runs of learn.py in one rental of GPUs
 recipes.py                  recipes of templates/recipe.sh: accuracy, completions and GPU hours, for docs/recipes
-recipes_chain.sh            all runs of recipes.py in one session on GPUs
+recipes_chain.sh            all runs of recipes.py in one rental of GPUs
 bench_waits.py              rollouts with and without what keeps them from waiting, for docs/async.md
-waits_chain.sh              all runs of bench_waits.py in one or two sessions on GPUs
+waits_chain.sh              all runs of bench_waits.py in one or two rentals of GPUs
 gpu_tests.py                tests of tests/gpu, with a record of what ran where
 simulate_scaling.py         balance, messages and gradients of up to 4,096 ranks, for docs/scaling.md
 simulate_split.py           the share of GPUs for servers, against colocation, for docs/async.md

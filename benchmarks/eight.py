@@ -7,8 +7,8 @@
 
 run       measures the cases of benchmarks/harness/node/cases.py in the order of their worth, ms-swift's own trainer in
           turns with this package where a case has both. Each case has its own limit, and its file is written as its
-          processes end. A case that an earlier session measured is left out, and none starts that is unlikely to end in
-          time, so that several short sessions share the work.
+          processes end. A case that an earlier rental measured is left out, and none starts that is unlikely to end in
+          time, so that several short rentals share the work.
 forecast  writes memory and time of each case by the plan of `--check true`, and of measured runs on two and four GPUs,
           to benchmarks/h200/parts/forecast-eight.json. It needs no GPU.
 compare   prints forecasts next to measurements. The exit code is 1 if a peak differs by more than 5 % or a step by more
@@ -117,9 +117,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     one.set_defaults(call=run)
     one.add_argument("cases", nargs="*", help="names; all if not given")
     one.add_argument("--gpus", type=int, choices=NODES, default=NODES[0], help="GPUs of this machine")
-    one.add_argument("--out", type=absolute, required=True, help="folder for results, and those of earlier sessions")
+    one.add_argument("--out", type=absolute, required=True, help="folder for results, and those of earlier rentals")
     one.add_argument("--work", type=absolute, default=work, help="folder for models, logs and outputs")
-    one.add_argument("--seconds", type=float, default=1500, help="of the session")
+    one.add_argument("--seconds", type=float, default=1500, help="of the rental")
     one.add_argument("--dry", action="store_true", help="with tiny models of the same types, on as many CPU ranks")
     one = commands.add_parser("forecast", help="write the forecasts", formatter_class=shows_defaults)
     one.set_defaults(call=forecast)

@@ -159,7 +159,7 @@ def train(job: Job) -> int:
         **series,
     }
     job.result.parent.mkdir(parents=True, exist_ok=True)
-    job.result.write_text(json.dumps(result) + "\n")  # now, because a session may end while the accuracy is measured
+    job.result.write_text(json.dumps(result) + "\n")  # now, because a rental may end while the accuracy is measured
     if job.is_timed:
         shutil.rmtree(job.output)
     elif code == 0:

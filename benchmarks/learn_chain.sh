@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Choose learning rate and group size, train with every trainer and seed of benchmarks/learn.py, several at a time on each
 # GPU, and then time each trainer, one at a time on each GPU. What was measured is left out, and nothing starts that is
-# unlikely to end in time, so that several short sessions share the work.
+# unlikely to end in time, so that several short rentals share the work.
 #   benchmarks/learn_chain.sh MODEL WORK OUT SECONDS [OPTION...]
-# MODEL: folder of SmolLM2; WORK: data and logs; OUT: results, and those of earlier sessions; OPTION: of `learn run` and
+# MODEL: folder of SmolLM2; WORK: data and logs; OUT: results, and those of earlier rentals; OPTION: of `learn run` and
 # of `learn try`.
 #   GPUS="0 1"    GPUs (default: all), or cpu for a dry run
 #   LANES=6       runs at a time on each GPU

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace, recipe: Recipe, name: str) -> int:
         "served": None,
         **logged(folder / "output"),
     }
-    result.write_text(json.dumps(measured) + "\n")  # now, because a session may end while the weights are loaded
+    result.write_text(json.dumps(measured) + "\n")  # now, because a rental may end while the weights are loaded
     weights = last_weights(folder / "output", recipe.merged)
     if code == 0 and weights:
         measured["served"] = serve(recipe, weights, folder, args, measured["settings"])

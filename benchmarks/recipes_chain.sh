@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Run the recipes of benchmarks/recipes.py, one on each GPU, and then those that need two. What was measured is left
-# out, and no recipe starts that is unlikely to end in time, so that several short sessions share the work.
+# out, and no recipe starts that is unlikely to end in time, so that several short rentals share the work.
 #   benchmarks/recipes_chain.sh MODEL WORK OUT SECONDS [FLAG...]
-# MODEL: folder of SmolLM2; WORK: data and logs; OUT: results, and those of earlier sessions; FLAG: of the trainer, that
+# MODEL: folder of SmolLM2; WORK: data and logs; OUT: results, and those of earlier rentals; FLAG: of the trainer, that
 # overrides those of all recipes.
 #   GPUS="0 1"    GPUs (default: all), or cpu for a dry run
 #   ITEMS="..."   RECIPE:SECONDS or try-TASK:SECONDS, SECONDS with start and served weights (default: all, in the order

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Measure the cases of benchmarks/bench_waits.py: those of one GPU on each, the learning curves, those of two GPUs, and
 # what is left. What was measured is left out, and nothing starts that is unlikely to end in time, so that several
-# short sessions share the work.
+# short rentals share the work.
 #   benchmarks/waits_chain.sh MODEL OLD WORK OUT SECONDS [OPTION...]
 # MODEL: folder of SmolLM2; OLD: the package before conversations ran by themselves (bench_waits.py has the command);
-# WORK: data and logs; OUT: results, and those of earlier sessions; OPTION: of `bench_waits run` and `learn`, as --dry.
+# WORK: data and logs; OUT: results, and those of earlier rentals; OPTION: of `bench_waits run` and `learn`, as --dry.
 #   GPUS="0 1"    GPUs (default: all), or cpu for a dry run
 #   LANES=2       cases at a time on each GPU, of which one trains while others import their packages
 #   ITEMS="..."   CASE:ROUNDS:SECONDS on one GPU, or peers-8b:1:SECONDS for ms-swift and TRL
@@ -12,7 +12,7 @@
 #   PAIRS="..."   like ITEMS, for cases of two GPUs, which begin when the CURVES have ended
 #   LATER="..."   like ITEMS, of one GPU, when the PAIRS have ended
 #   RESERVE=N     seconds that ITEMS leave to what follows; they are ended then, and keep what they have measured
-# Sessions of 1,500 s with two GPUs: the first one with the defaults, the second one with
+# Rentals of 1,500 s with two GPUs: the first one with the defaults, the second one with
 #   ITEMS="spare-8b:1:570 steps-8b:1:600 turns-8b:1:600 peers-8b:1:700" CURVES= PAIRS=flight-8b:1:500 RESERVE=520
 #   LATER="steps-smollm2:1:150 spare-smollm2:1:180"
 set -euo pipefail

@@ -12,5 +12,5 @@ bands.py     mean and range over seeds, in windows of steps and where weights we
 page.py      docs/learning.md
 curves.py    docs/learning.svg
 
-tests/unit/benchmarks/test_learn.py covers this folder. benchmarks/learn_chain.sh runs it in one session on GPUs.
+tests/unit/benchmarks/test_learn.py covers this folder. benchmarks/learn_chain.sh runs it in one rental of GPUs.
 """

@@ -53,7 +53,7 @@ class Case:
     stock: tuple[str, ...]  # settings of ms-swift's own trainer, measured in turns with them
     workload: tuple[str, ...]  # arguments of bench.py
     flags: tuple[str, ...]  # of `megatron rlhf`
-    seconds: int  # that a session needs to start it
+    seconds: int  # that a rental needs to start it
     ours_flags: tuple[str, ...] = ()  # that ms-swift's trainer does not have
     servers: Servers | None = None
 
@@ -255,7 +255,7 @@ def _data_parallel(gpus: int) -> Case:
 
 
 def is_measured(case: Case, out: Path) -> bool:
-    """Return True if every setting of the case was tried in an earlier session and this package's were measured."""
+    """Return True if every setting of the case was tried in an earlier rental and this package's were measured."""
     file = out / f"{case.name}.json"
     if not file.exists():
         return False

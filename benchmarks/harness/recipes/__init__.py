@@ -6,5 +6,5 @@ served.py   accuracy and completions of the saved weights, behind plain vLLM
 plans.py    what `--check true` plans for larger models
 page.py     docs/recipes
 
-tests/unit/benchmarks/test_recipe_pages.py covers this folder. benchmarks/recipes_chain.sh runs it in one session.
+tests/unit/benchmarks/test_recipe_pages.py covers this folder. benchmarks/recipes_chain.sh runs it in one rental.
 """

@@ -8,5 +8,5 @@ lengths.py  external plugin of models with random weights: each completion ends 
 runs.py     start a run, and read what it measured
 page.py     the tables of docs/async.md and docs/choosing_settings.md
 
-tests/unit/benchmarks/test_bench_waits.py covers this folder. benchmarks/waits_chain.sh runs it in one session on GPUs.
+tests/unit/benchmarks/test_bench_waits.py covers this folder. benchmarks/waits_chain.sh runs it in one rental of GPUs.
 """
