@@ -14,7 +14,7 @@ model=$1 work=$(mkdir -p "$2" && cd "$2" && pwd) out=$(mkdir -p "$3" && cd "$3" 
 shift 4
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 read -ra gpus <<< "${GPUS:-$(nvidia-smi --query-gpu=index --format=csv,noheader | xargs)}"
-cores=$(($(nproc) / ${#gpus[@]}))
+cores=$(($(nproc) / $([ "${gpus[0]}" = cpu ] && echo 1 || nvidia-smi -L | wc -l))) # of each GPU of the machine
 lane_count=${LANES:-$([ "${gpus[0]}" = cpu ] && echo 1 || echo 6)}
 # Seconds on an H200, with start, saving and scoring; verl's are a guess.
 items=${ITEMS:-$(for seed in 1 2 3; do echo "stock:$seed:1200 verl:$seed:900 trl:$seed:600 ours:$seed:450"; done)}
@@ -46,10 +46,10 @@ next() {
     done < "$queue"
 }
 
-# lane PLACE OPTION...: work through the queue on one GPU, with its share of the cores
+# lane GPU OPTION...: work through the queue on one GPU, with its share of the cores
 lane() {
-    local first=$(($1 * cores)) seconds limit line arguments status
-    [ "${gpus[$1]}" = cpu ] || export CUDA_VISIBLE_DEVICES=${gpus[$1]}
+    local first=0 seconds limit line arguments status
+    [ "$1" = cpu ] || export CUDA_VISIBLE_DEVICES=$1 first=$(($1 * cores))
     shift
     while read -r seconds line < <(next); do
         read -ra arguments <<< "$line"
@@ -63,11 +63,11 @@ lane() {
 
 # lanes COUNT OPTION...: this many lanes on each GPU, until the queue is empty
 lanes() {
-    local count=$1 place
+    local count=$1 gpu
     shift
     for _ in $(seq "$count"); do
-        for place in "${!gpus[@]}"; do
-            lane "$place" "$@" &
+        for gpu in "${gpus[@]}"; do
+            lane "$gpu" "$@" &
         done
     done
     wait

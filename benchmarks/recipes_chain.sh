@@ -15,7 +15,7 @@ shift 4
 flags=("$@")
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 read -ra gpus <<< "${GPUS:-$(nvidia-smi --query-gpu=index --format=csv,noheader | xargs)}"
-cores=$(($(nproc) / ${#gpus[@]}))
+cores=$(($(nproc) / $([ "${gpus[0]}" = cpu ] && echo 1 || nvidia-smi -L | wc -l))) # of each GPU of the machine
 queue=$work/queue
 recipes=("${PYTHON:-python3}" -m benchmarks.recipes)
 
@@ -54,10 +54,11 @@ default="tool:330 full:240 boxed:240 dynamic:330 lora:240 fp8:260 teacher:560"
 for task in equations spelling products ransom letters isomorphic syllogism; do default+=" try-$task:240"; done
 tr ' :' '\n ' <<< "${ITEMS-$default}" > "$queue"
 end=$((end - ${RESERVE:-300}))
-for place in "${!gpus[@]}"; do
+for gpu in "${gpus[@]}"; do
     (
-        [ "${gpus[place]}" = cpu ] || export CUDA_VISIBLE_DEVICES=${gpus[place]}
-        lane "$((place * cores))-$((place * cores + cores - 1))"
+        first=0
+        [ "$gpu" = cpu ] || export CUDA_VISIBLE_DEVICES=$gpu first=$((gpu * cores))
+        lane "$first-$((first + cores - 1))"
     ) &
 done
 wait
