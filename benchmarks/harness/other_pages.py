@@ -104,7 +104,9 @@ def peers_in_words(runs: Sequence[Run]) -> str:
     for arm in PEERS:
         ratios = [pair.ratio for pair in pairs if pair.other.arm == arm]
         ranges += [f"{min(ratios):.2f} to {max(ratios):.2f} times as fast as in {NAMES[arm]}"] if ratios else []
-    return f"On the same work, a whole step is {' and '.join(ranges)}.\n"
+    has_verl = any(pair.other.arm == "verl" for pair in pairs)
+    wait = "Up to 2 s of verl's steps are [a wait](docs/performance.md#trl-and-verl).\n" if has_verl else ""
+    return f"On the same work, a whole step is {' and '.join(ranges)}.\n{wait}"
 
 
 def _on_h200(pair: Comparison) -> bool:

@@ -50,6 +50,7 @@ OTHERS = """\
 
 Whole steps next to TRL 0.29.1 and verl 0.9.1, with the same loss, optimizer and LoRA. We ran both at the best of one
 or two settings; their authors have not reviewed them. Padding for one long completion makes TRL 4.75 times as slow.
+verl 0.9.1 looks every 2 s whether a rollout is complete, so up to 2 s of its steps are a wait.
 """
 SHARED = """\
 ## Shared prompts

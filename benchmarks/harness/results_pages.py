@@ -82,7 +82,8 @@ The authors of this package ran verl's trainer with FSDP and vLLM on the same GP
 `benchmarks/peers/verl_arm.py` and in alternation with the other trainers; verl's authors have not reviewed the
 settings. Prompt and completion lengths, rewards and loss are the same, and the time is that of the whole step with the
 weight sync, by verl's own timers. `benchmarks/peers/verl_settings.py` has every override. There is no flash-attn, so
-attention is torch's.
+attention is torch's. verl 0.9.1 looks every 2 s whether a rollout is complete, and up to 2 s of these steps are that
+wait; `benchmarks/peers/verl_sampler.py` shortens it in runs that are measured from now on.
 """,
 }  # by arm; the lines above its tables
 SHARED = """\

@@ -19,6 +19,7 @@ PARTS = {
     "merged": "vLLM gets the weights with the adapters merged into them; otherwise the adapters, verl's default",
     "recompute": "gradient checkpointing, verl's default",
 }
+SAMPLER = Path(__file__).with_name("verl_sampler.py")
 # Ray hands its processes the environment of the one that starts it.
 ENVIRONMENT = {
     "VERL_USE_EXTERNAL_MODULES": "benchmarks.peers.verl_shims",
@@ -101,6 +102,8 @@ def verl_overrides(setting: VerlSetting, sizes: VerlSizes, swift: SwiftFlags) ->
         f"{rollout}.log_prob_use_dynamic_bsz": setting.tokens is not None,
         f"{rollout}.log_prob_max_token_len_per_gpu": tokens,
         "reward.num_workers": 1,
+        "trainer.v1.sampler.custom_sampler.path": SAMPLER,
+        "trainer.v1.sampler.custom_sampler.name": "PromptSampler",
         "trainer.nnodes": 1,
         "trainer.n_gpus_per_node": 1,
         "trainer.logger": "[file]",

@@ -84,8 +84,9 @@ DIFFERENCES = """\
 
 * Precision: both Megatron trainers compute in bf16 with fp32 copies of the weights in the optimizer. TRL and verl keep
   fp32 weights and compute in bf16.
-* Micro batches: this package packs by tokens, ms-swift trains at most 32 completions at a time, verl packs. TRL trains
+* Micro batches: this package packs by tokens, ms-swift trains at most 32 completions at a time, verl 64. TRL trains
   all at once where it is timed, and a quarter where runs share a GPU.
+* verl 0.9.1 looks every 2 s whether a rollout is complete. Here it looks every 0.05 s.
 * Attention: ms-swift needs flash-attn for `--attention_backend flash`, so it has `fused`, the kernel of cuDNN.
 * Weight decay is 0, because trainers differ in the parameters that they exempt.
 * Seeds: each trainer shuffles prompts in its own way. verl gets the seed for its data and for vLLM, and TRL does not

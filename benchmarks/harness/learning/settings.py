@@ -158,7 +158,8 @@ def _trl(settings: Settings, paths: Paths, seed: int, micro_batches: int) -> lis
 
 def _verl(settings: Settings, paths: Paths, seed: int) -> list[str]:
     sizes = VerlSizes(settings.prompts, settings.generations, settings.prompt_tokens, settings.completion_tokens)
-    setting, swift = VerlSetting.parse("tokens16384+awake"), SwiftFlags.parse(settings.engine)
+    # Padded rows: without flash-attn the attention of packed ones has a mask of all pairs of tokens.
+    setting, swift = VerlSetting.parse("mbs64+awake"), SwiftFlags.parse(settings.engine)
     actor, (low, high) = "actor_rollout_ref.actor", settings.clip
     texts = (
         *verl_overrides(setting, sizes, swift),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 
@@ -34,6 +35,13 @@ def test_a_micro_batch_is_sized_by_completions_or_tokens() -> None:
     assert (padded[f"{ACTOR}.ppo_micro_batch_size_per_gpu"], padded[f"{ACTOR}.use_dynamic_bsz"]) == ("16", "False")
     assert (packed[f"{ACTOR}.ppo_max_token_len_per_gpu"], packed[f"{ACTOR}.use_dynamic_bsz"]) == ("16384", "True")
     assert (padded[f"{MODEL}.use_remove_padding"], packed[f"{MODEL}.use_remove_padding"]) == ("False", "True")
+
+
+def test_the_sampler_is_a_class_of_the_file_that_verl_loads() -> None:
+    overrides = overrides_of("mbs16")
+    sampler = "trainer.v1.sampler.custom_sampler"
+    module = ast.parse(Path(overrides[f"{sampler}.path"]).read_text())
+    assert overrides[f"{sampler}.name"] in [node.name for node in module.body if isinstance(node, ast.ClassDef)]
 
 
 @pytest.mark.parametrize("name", ["", "mbs0", "tokens", "mbs8+liger", "mbs8+awake+awake", "awake"])
