@@ -254,7 +254,7 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, fi
 def _stored_weights(config: GRPOConfig) -> Callable[[], NamedWeights]:
     """Return what reads the weights that the engine needs and that this run does not train."""
     engine = config.engine
-    return partial(stored_prediction_layers, engine.model_dir, engine.torch_dtype) if engine.predicts_drafts else tuple
+    return stored_prediction_layers(engine.model_dir, engine.torch_dtype) if engine.predicts_drafts else tuple
 
 
 def _completion_log(config: GRPOConfig, run: RunInputs, first_new_rollout: int) -> CompletionLog:

@@ -72,10 +72,14 @@ def test_a_layer_that_predicts_and_is_not_sent_is_noticed() -> None:
     assert loaded.worker_weights().unwritten == ("prediction.layers.0",)
 
 
-def test_stored_layers_come_from_all_files_in_the_engines_type(tmp_path: Path) -> None:
+def test_stored_layers_of_all_files_are_read_once_in_the_engines_type(tmp_path: Path) -> None:
     first, second = torch.randn(2), torch.randn(3)
     save_file({"mtp.b": first.bfloat16(), "model.mtp": first}, tmp_path / "model-00002-of-00002.safetensors")
     save_file({"mtp.a": second}, tmp_path / "model-00001-of-00002.safetensors")
-    found = dict(stored_prediction_layers(tmp_path, torch.float32))
+    stored = stored_prediction_layers(tmp_path, torch.float32)
+    found = dict(stored())
     assert list(found) == ["mtp.a", "mtp.b"]
     assert torch.equal(found["mtp.a"], second) and torch.equal(found["mtp.b"], first.bfloat16().float())
+    for file in tmp_path.iterdir():
+        file.unlink()
+    assert list(dict(stored())) == ["mtp.a", "mtp.b"]
