@@ -145,6 +145,7 @@ class DerivedArguments(AddedFlags):
         """Copy these arguments with the sizes of the reference copy, to load weights alone."""
         other, layout = copy(self), self.reference_layout
         other.finetune = other.no_load_optim = other.no_load_rng = True
+        other.mtp_num_layers = None  # only the policy's drafts are read
         if layout is not None:
             for size, value in self.of(Reference).sizes.items():
                 setattr(other, size, value)

@@ -42,6 +42,7 @@ _LENGTHS = "packed micro batches differ in length"
 # Flags that refine how ms-swift's own trainer works: the default, and why another value changes no result here.
 NOTED: Mapping[str, tuple[Any, str]] = {
     "calculate_per_token_loss": (False, "the loss is divided by the tokens or completions of the step in any case"),
+    "mtp_decoder_input_detach": (False, "a layer of multi-token prediction reads what is detached in any case"),
     "padding_free": (True, "sequences are packed without padding in any case, and the loss is the same"),
     "offload_bridge": (
         False, "weights are sent to vLLM one tensor at a time, so there is no second copy of them to offload"
@@ -57,7 +58,6 @@ NOT_YET: Mapping[str, Refusal] = {
         stock=False,
     ),
     "is_binary_loss_scale": Refusal((None,), _GENERATED, stock=False),
-    "mtp_num_layers": Refusal((None, 0), "multi-token prediction is not trained", stock=False),
     # rollouts
     "use_vllm": Refusal((True,), "completions come from vLLM", stock=False),
     "move_model_batches": Refusal((None,), "weights are sent to vLLM one tensor at a time", stock=False),

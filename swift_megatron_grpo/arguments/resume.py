@@ -68,6 +68,13 @@ def apply_resume(args: DerivedArguments) -> None:
             f"--resume {args.resume}: {checkpoint.folder} was saved with --tuner_type {saved}, and this run has "
             f"--tuner_type {typed}; use --tuner_type {saved}, another --output_dir, or --resume never"
         )
+    if checkpoint.has_draft_head != bool(args.mtp_num_layers):
+        saved, add = ("with", "add") if checkpoint.has_draft_head else ("without", "leave out")
+        raise ValueError(
+            f"--resume {args.resume}: {checkpoint.folder} was saved {saved} --mtp_num_layers 1, and its optimizer's "
+            f"states are those of such a run; {add} --mtp_num_layers 1, or begin anew from the saved model with "
+            f"--model {checkpoint.folder} --resume never"
+        )
     continue_from(args, checkpoint)
     if checkpoint.run_folder in (output_dir, *output_dir.glob("v*")):  # else it is a checkpoint of another run
         args.output_dir, args.add_version = str(checkpoint.run_folder), False

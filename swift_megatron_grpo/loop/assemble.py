@@ -54,6 +54,7 @@ from swift_megatron_grpo.runtime.stopping.request import StopRequest
 from swift_megatron_grpo.settings.algorithm import OPTIMAL_TOKEN
 from swift_megatron_grpo.settings.batches import SHARE_PROMPTS_FROM
 from swift_megatron_grpo.settings.config import GRPOConfig
+from swift_megatron_grpo.training.draft_head import DraftHead
 from swift_megatron_grpo.training.engine import EngineSettings, MegatronEngine
 from swift_megatron_grpo.training.memory.residency import Residency
 from swift_megatron_grpo.training.passes import Passes
@@ -93,6 +94,12 @@ class LoadedModels:
     bridge: Any  # of mcore-bridge
     reference: FrozenCopy | None
     teacher: FrozenCopy | None = None  # may be that of the reference
+    draft_head: DraftHead | None = None  # None: it is frozen, or there is none
+
+    @property
+    def trained(self) -> list[Any]:
+        """Return all that is wrapped for training: the policy, and the layer that drafts."""
+        return self.wrapped if self.draft_head is None else [*self.wrapped, self.draft_head.wrapped]
 
 
 @dataclass(frozen=True)
@@ -174,7 +181,7 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, fi
     """Build the stages. `first_new_rollout`: the number of the first one that this run generates."""
     residency = Residency(
         config.offloading,
-        models.wrapped,
+        models.trained,
         _models_of(models.reference),
         models.optimizer,
         log=run.logger.info,
@@ -200,7 +207,8 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, fi
         adapter_only = (config.engine if config.server is None else config.server).lora_rank is not None
         held = frozenset[str]().union(*run.coordinator.all_gather(generation.held_media))
         left_out = prefixes_without(held, models.unwrapped[0].config)
-        export = WeightExport(models.bridge, models.unwrapped, adapter_only, left_out, _stored_weights(config))
+        stored = _stored_weights(config) if models.draft_head is None else tuple
+        export = WeightExport(models.bridge, models.unwrapped, adapter_only, left_out, stored)
         sync = WeightSync(config.adapter, generation, residency, export, canary, run.coordinator, run.logger)
     dump, earlier = _dump(config, run, first_new_rollout)
     drafts = generation.drafts if isinstance(generation, LocalVllm) else None
@@ -296,7 +304,8 @@ def _reports(run: RunInputs) -> bool:
 
 
 def training_engine(config: GRPOConfig, models: LoadedModels) -> MegatronEngine:
-    return MegatronEngine(models.wrapped, models.optimizer, models.scheduler, engine_settings(config))
+    settings = engine_settings(config)
+    return MegatronEngine(models.wrapped, models.optimizer, models.scheduler, settings, models.draft_head)
 
 
 def engine_settings(config: GRPOConfig) -> EngineSettings:

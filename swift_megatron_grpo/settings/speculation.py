@@ -7,13 +7,14 @@ from typing import Annotated, Any, Literal
 
 from swift_megatron_grpo.settings.adapter import SyncCheckMode
 from swift_megatron_grpo.settings.flag import Faults, Flags, Range, flag, rule
-from swift_megatron_grpo.settings.layout import DataShape, ModelShape
+from swift_megatron_grpo.settings.layout import DataShape, Layout, ModelShape
 from swift_megatron_grpo.settings.routing import RouterReplay
 from swift_megatron_grpo.types import Quantization
 
 SpeculativeRollouts = Literal["off", "history", "mtp"]
 _INSTEAD = "or --speculative_rollouts off"
 _PREDICTING = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # types whose drafted completions a test compares
+_LEARNING = "qwen3_5"  # whose layer of multi-token prediction a test trains
 
 
 class Speculation(Flags):
@@ -26,8 +27,8 @@ class Speculation(Flags):
         "where it is the token that would be sampled anyway, so --seed_completions true is required. Servers need this "
         "flag and --speculative_tokens as well. On a GPU, the first model runner of vLLM generates, without "
         "asynchronous scheduling. mtp: the drafts come from the model's own layers of multi-token prediction (Qwen3.5, "
-        "Qwen3-Next), which are not trained, and every rollout is compared with the trainer. docs/speculation.md says "
-        "when it pays. Default: off.",
+        "Qwen3-Next), and every rollout is compared with the trainer; --mtp_num_layers 1 trains the layer of a "
+        "Qwen3.5. docs/speculation.md says when it pays. Default: off.",
     )
     speculative_tokens: Annotated[int, Range(1, 4, high=16)] = flag(
         4,
@@ -50,6 +51,17 @@ class Speculation(Flags):
     vllm_enable_prefix_caching: bool
     router_replay_mode: RouterReplay
     router_agreement_samples: int
+    mtp_num_layers: int | None
+    mtp_loss_scaling_factor: float
+    mtp_shared_weights: bool
+    tuner_type: str
+    optimizer: str
+    optimizer_cpu_offload: bool
+    sync_ref_model: bool
+    chord_sft_dataset: list[str] | None
+    recompute_granularity: str | None
+    recompute_method: str | None
+    recompute_num_layers: int | None
 
     @rule
     def drafts_need_an_engine(self) -> Faults:
@@ -151,6 +163,39 @@ class Speculation(Flags):
                 f"{self._this} compares every rollout with the trainer, which samples from the whole policy; use "
                 "--top_p 1 --top_k -1 --repetition_penalty 1"
             )
+
+    @rule
+    def the_layer_that_drafts_learns(self, layout: Layout) -> Faults:
+        if not self.mtp_num_layers:
+            return
+        this, one = f"--mtp_num_layers {self.mtp_num_layers}", "released models have one such layer"
+        step = "the layer has an optimizer step of its own"
+        blocks = self.recompute_granularity == "full" and (self.recompute_method, self.recompute_num_layers)
+        for refused, why, use in (
+            (not self.predicts, "it trains the layer that drafts in rollouts", "--speculative_rollouts mtp"),
+            (self.mtp_num_layers > 1, one, "--mtp_num_layers 1"),
+            (self.mtp_shared_weights, one, "--mtp_shared_weights false"),
+            (self.mtp_loss_scaling_factor != 0.1, f"{step}, which no factor changes",
+             "--mtp_loss_scaling_factor 0.1"),
+            (layout.pipeline_model_parallel_size > 1, "no test has the layer on the last of several stages",
+             "--pipeline_model_parallel_size 1"),
+            (layout.context_parallel_size > 1, "no test has it with parts of sequences", "--context_parallel_size 1"),
+            (self.tuner_type != "full", "an adapter's checkpoint has no place for it", "--tuner_type full"),
+            (self.optimizer == "muon", f"{step}, which no test has with Muon", "--optimizer adam"),
+            (self.optimizer_cpu_offload, f"{step}, which is tested on the GPU", "--optimizer_cpu_offload false"),
+            (self.sync_ref_model, "the reference has no such layer to move", "--sync_ref_model false"),
+            (bool(self.chord_sft_dataset), "it learns from what the policy samples", "no --chord_sft_dataset"),
+            (blocks not in (False, ("uniform", 1)), "mcore-bridge recomputes the layer by itself",
+             "--recompute_method uniform --recompute_num_layers 1"),
+        ):  # fmt: skip
+            if refused:
+                yield f"{this}: {why}; use {use}, or leave out --mtp_num_layers"
+
+    @rule
+    def a_test_trains_the_layer(self, config: Mapping[str, Any]) -> Faults:
+        kind = config.get("model_type")
+        if self.mtp_num_layers and kind != _LEARNING:
+            yield f"--mtp_num_layers: a test trains the layer of {_LEARNING}, and --model is {kind}; leave it out"
 
     @property
     def _this(self) -> str:

@@ -32,7 +32,8 @@ from swift_megatron_grpo.runtime.stopping.request import StoppedBySignal, last_l
 from swift_megatron_grpo.settings.config import GRPOConfig
 from swift_megatron_grpo.settings.trained import Trained
 from swift_megatron_grpo.trainer.start import Start, checkpoint_writer, moved_reference, next_save, resumed_from
-from swift_megatron_grpo.training import engine, passes, preparation, reference, trained_weights
+from swift_megatron_grpo.training import draft_head, engine, passes, preparation, reference, trained_weights
+from swift_megatron_grpo.training.draft_head import DraftHead
 from swift_megatron_grpo.training.layers.attention_check import check_attention
 from swift_megatron_grpo.training.upstream_fixes import adapter_settings, hybrid_optimizer
 from swift_megatron_grpo.training.upstream_fixes.linear_attention import supply_context_parallelism
@@ -63,6 +64,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.coordinator, self.stop, self._locked = vllm_client.coordinator, vllm_client.stop, vllm_client.locked
         self._merged = ExitStack()
         self._is_set_up = False
+        self.draft_head: DraftHead | None = None
         super().__init__(args, template)
 
     # ---- called by the parent class during construction
@@ -85,6 +87,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             peft_models: list[Any] = super()._prepare_peft_model(models)
             reference.load_reference_adapter(self.bridge, models, self.settings.reference.adapter)
         freeze_parts_without_rows(models, args.trained_media)
+        if args.mtp_num_layers:
+            draft_head.freeze(models)
         trained_weights.check_trained(models, frozen_by=args.of(Trained).freezing)
         self._seeds_dropout = adapter_settings.has_adapter_dropout(models)
         note = preparation.prepare_trained(
@@ -94,6 +98,13 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         for line in filter(None, (note, self._kept.note if args.tuner_type == "full" or args.merge_lora else None)):
             logger.info(line)
         return peft_models
+
+    def get_optimizer_and_scheduler(self) -> tuple[Any, Any]:
+        optimizer, scheduler = super().get_optimizer_and_scheduler()
+        if self.args.mtp_num_layers:
+            self.draft_head = DraftHead(self.wrapped_models)
+            optimizer = self.draft_head.join(optimizer, scheduler)
+        return optimizer, scheduler
 
     @torch.no_grad()  # the distributed optimizer's own loading of fp32 weights writes into views that need gradients
     def _load_checkpoint(self) -> None:
@@ -163,7 +174,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         return LoadedModels(
             wrapped=self.wrapped_models, unwrapped=self.unwrapped_models, peft=self.peft_models,
             optimizer=self.optimizer, scheduler=self.opt_param_scheduler, bridge=self.bridge,
-            reference=self.frozen_reference, teacher=self.frozen_teacher,
+            reference=self.frozen_reference, teacher=self.frozen_teacher, draft_head=self.draft_head,
         )  # fmt: skip
 
     def build_engine(self) -> engine.MegatronEngine:

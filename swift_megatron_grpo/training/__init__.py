@@ -4,6 +4,7 @@
     planner.py           which rank runs which sample in which micro batch
     passes.py            runs packed micro batches through Megatron's pipeline schedule
     stage_shapes.py      what pipeline stages send each other, from the plan instead of a message before each tensor
+    draft_head.py        a layer of multi-token prediction that learns with the policy, for drafts
     preparation.py       what is changed in models that are loaded
     vision_tower.py      the language model of a composite model, and a guard in front of its vision tower
     reference.py         the reference policy: a frozen copy, in its own layout if need be, or LoRA's base

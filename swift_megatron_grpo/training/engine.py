@@ -23,6 +23,7 @@ from megatron.core.transformer.module import MegatronModule
 from swift_megatron_grpo.packing.collate import MicroBatch, num_completions
 from swift_megatron_grpo.packing.plan import StepPlan
 from swift_megatron_grpo.runtime.parallel import max_over_ranks, sum_over_ranks
+from swift_megatron_grpo.training.draft_head import DraftHead
 from swift_megatron_grpo.training.loss import LossFunction, TokenOutput
 from swift_megatron_grpo.training.memory.out_of_memory import (
     MemoryAgreement,
@@ -70,10 +71,12 @@ class MegatronEngine:
         optimizer: MegatronOptimizer,
         scheduler: OptimizerParamScheduler,
         settings: EngineSettings,
+        draft_head: DraftHead | None = None,  # whose weights `optimizer` updates as well
     ) -> None:
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self.passes = Passes(models, settings)
+        self._draft_head = draft_head
+        self.passes = Passes(models, settings, draft_head)
         self.parallel = self.passes.parallel
         self._trained = TrainedWeights(self.passes.models)
         self.steps_done = 0
@@ -84,7 +87,7 @@ class MegatronEngine:
                 "calculate_per_token_loss must be false: losses are normalised over the whole step already"
             )
         self._memory_agreement = agreement_of(self.passes.models, config, self.parallel, settings.max_tokens)
-        config.finalize_model_grads_func = partial(_finalize, self._memory_agreement)
+        config.finalize_model_grads_func = partial(_finalize, self._memory_agreement, draft_head)
         config.grad_scale_func = optimizer.scale_loss
         flatten(optimizer)
         # Megatron's rank order puts the last pipeline stage on the last rank.
@@ -125,6 +128,8 @@ class MegatronEngine:
             self._warn_if_over_budget(samples, plan)
             for model in self.passes.models:
                 model.zero_grad_buffer()
+            if self._draft_head is not None:
+                self._draft_head.start_step()
             self.optimizer.zero_grad()
             self._memory_agreement.start_step()
             # Losses here are shares of the step that must be summed. Megatron's schedule multiplies by CP and divides
@@ -135,6 +140,9 @@ class MegatronEngine:
             try:
                 with self._step_in_errors():
                     shares, _ = self.passes.run(samples, plan, outputs, reduce, train=True)
+                if self._draft_head is not None:
+                    for metrics, loss in zip(shares, self._draft_head.take_losses(), strict=True):
+                        metrics["drafts/loss"] = loss
                 return plan, shares
             except PeerOutOfMemory:
                 if not self.passes.lower_budget(samples, train=True):
@@ -240,9 +248,17 @@ class MegatronEngine:
             ) from error
 
 
-def _finalize(agreement: MemoryAgreement, models: Sequence[torch.nn.Module], *args: Any, **options: Any) -> None:
+def _finalize(
+    agreement: MemoryAgreement,
+    draft_head: DraftHead | None,
+    models: Sequence[torch.nn.Module],
+    *args: Any,
+    **options: Any,
+) -> None:
     agreement.before_reduction()
     finalize_gradients(models, *args, **options)
+    if draft_head is not None:
+        draft_head.reduce_gradients()
 
 
 def _device() -> torch.device:

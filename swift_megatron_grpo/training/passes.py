@@ -19,6 +19,7 @@ from swift_megatron_grpo.packing.plan import Alignment, StepPlan
 from swift_megatron_grpo.packing.routing import ExpertLayers, layers_with_experts, routing_shape
 from swift_megatron_grpo.packing.segments import lay_out
 from swift_megatron_grpo.runtime.parallel import RankPosition
+from swift_megatron_grpo.training.draft_head import DraftHead
 from swift_megatron_grpo.training.head.logprob import gather_completion, log_prob_head
 from swift_megatron_grpo.training.layers.shared_prompts import packed_params, share_prompts
 from swift_megatron_grpo.training.loss import TokenOutput
@@ -48,8 +49,11 @@ _LOWERED = "%s ran out of GPU memory with %s %d; it is run again with %d, which 
 class Passes:
     """Forward and backward passes of one model. All ranks pass the same samples."""
 
-    def __init__(self, models: Sequence[MegatronModule], settings: EngineSettings) -> None:
+    def __init__(
+        self, models: Sequence[MegatronModule], settings: EngineSettings, draft_head: DraftHead | None = None
+    ) -> None:
         self.models = list(models)  # one per virtual pipeline stage
+        self._draft_head = draft_head  # learns in passes that train
         self.parallel = RankPosition.from_megatron()
         self.config: ModelConfig = unwrap_model(self.models)[0].config
         self._align = Alignment.of_layout(self.parallel.tp_size, self.parallel.cp_size, self.config.sequence_parallel)
@@ -116,7 +120,9 @@ class Passes:
             batch = next(iterator)
             # The policy has not sampled the answers of SFT, so the temperature of sampling is not theirs.
             divisor = of_completions if batch.sft_weights is None else 1.0
-            output = self._forward(model, batch.inputs, divisor, "entropy" in outputs, routers)
+            head = self._draft_head if train else None
+            with nullcontext() if head is None else head.learning(batch, divisor):
+                output = self._forward(model, batch.inputs, divisor, "entropy" in outputs, routers)
             return output, partial(self._on_completion, reduce, batch)
 
         interleaved = len(self.models) > 1

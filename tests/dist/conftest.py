@@ -48,12 +48,17 @@ LEARNING_RATE = 1000.0
 DESCENT = ["--optimizer", "sgd", "--sgd_momentum", "0", "--lr", str(LEARNING_RATE), "--lr_decay_style", "constant",
            "--clip_grad", "0", "--weight_decay", "0", "--use_distributed_optimizer", "false"]  # fmt: skip
 
+# A layer of multi-token prediction learns.
+LEARNS = ["--mtp_num_layers", "1", "--speculative_rollouts", "mtp", "--seed_completions", "true",
+          "--vllm_enable_prefix_caching", "false", "--top_p", "1", "--top_k", "-1"]  # fmt: skip
+
 # Kinds of offloaded state: one or several optimizers, frozen weights, fp32 master weights inside Adam.
 OFFLOADED = {
     "full": ("dense-shallow", "full", ["--beta", "0.1"]),
     "lora": ("dense-shallow", "lora", ["--beta", "0.1", "--tensor_model_parallel_size", "2"]),
     "experts": ("moe-shallow", "full", ["--beta", "0.1", "--expert_model_parallel_size", "2",
                                         "--use_precision_aware_optimizer", "true"]),
+    "drafts": ("qwen3_5", "full", ["--beta", "0.1", *LEARNS]),
 }  # fmt: skip
 _MODELS = {
     "dense": ("dense", []),

@@ -1,4 +1,4 @@
-"""`--check true` plans the weights, gradients and optimizer states of runs that train image and audio parts."""
+"""`--check true` plans weights, gradients and optimizer states of runs that train image and audio parts, and drafts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from swift_megatron_grpo.cli.estimate.memory import GRADIENT_BYTES
 from tests.e2e.test_images import COLOURS, EVERYTHING
 from tests.e2e.test_recordings import make_dataset
 from tests.forking.client import run_code
-from tests.support.runs import PLUGINS, grpo_flags, make_model, megatron_rlhf
+from tests.support.runs import PLUGINS, REWARDS, grpo_flags, make_model, megatron_rlhf
+from tests.support.runs import make_dataset as make_rows
 
 pytestmark = pytest.mark.e2e
 LORA = ["--tuner_type", "lora", "--target_modules", "all-linear", "--lora_rank", "4"]
@@ -45,6 +46,29 @@ def bytes_in_vllm(model: Path, sees: bool, hears: bool) -> int:
     with safe_open(model / "model.safetensors", "pt") as file:
         held = [name for name in file.keys() if not name.startswith(tuple(left_out))]  # noqa: SIM118 - not a mapping
         return 2 * sum(math.prod(file.get_slice(name).get_shape()) for name in held)
+
+
+def test_a_layer_that_drafts_is_planned_to_the_byte_in_both(folder: Path) -> None:
+    model, dataset = make_model(folder / "drafting", "qwen3_5"), make_rows(folder / "rows.jsonl", rows=4)
+    drafts = ["--speculative_rollouts", "mtp", "--seed_completions", "true", "--vllm_enable_prefix_caching", "false",
+              "--top_p", "1", "--top_k", "-1"]  # fmt: skip
+    planned, frozen, without = (
+        plan(grpo_flags(model, dataset, folder / "unused", flags))
+        for flags in ([*drafts, "--mtp_num_layers", "1"], drafts, [])
+    )
+    measure = ["--external_plugins", str(REWARDS), str(PLUGINS / "measured_states.py"), "--callbacks",
+               "measured_states"]  # fmt: skip
+    run = megatron_rlhf(model, dataset, folder / "drafted", 1, [*drafts, "--mtp_num_layers", "1", *measure])
+    assert run.code == 0, run.output[-4000:]
+    measured = json.loads((run.last_checkpoint / "states.json").read_text())
+    assert planned["weights"] == measured["weights"]
+    assert planned["gradients"] == measured["gradients"] * GRADIENT_BYTES
+    assert planned["optimizer"] == measured["optimizer"]
+    with safe_open(model / "model.safetensors", "pt") as file:
+        layer = [name for name in file.keys() if name.startswith("mtp.")]  # noqa: SIM118 - not a mapping
+        size = 2 * sum(math.prod(file.get_slice(name).get_shape()) for name in layer)
+    assert planned["vllm"] == frozen["vllm"] == without["vllm"] + size
+    assert frozen["weights"] == without["weights"] == planned["weights"] - size
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from swift_megatron_grpo.cli.check.rows import Rows
 from swift_megatron_grpo.cli.estimate.activations import Recompute, Tokens
 from swift_megatron_grpo.cli.estimate.advice import Change, Run, engines_that_fit, settings_that_fit
 from swift_megatron_grpo.cli.estimate.memory import PHASES, Engine, RankMemory, Training, master_bytes, with_budget
-from swift_megatron_grpo.cli.estimate.parameters import Tensor
+from swift_megatron_grpo.cli.estimate.parameters import Tensor, tensors_of
 from swift_megatron_grpo.cli.estimate.throughput import (
     EvenStages,
     PassCounts,
@@ -41,6 +41,9 @@ from swift_megatron_grpo.settings.config import GRPOConfig
 from swift_megatron_grpo.settings.layout import Layout
 from swift_megatron_grpo.settings.parallel import faults_of_layout
 from swift_megatron_grpo.settings.reward_models import RewardModels
+from swift_megatron_grpo.settings.speculation import Speculation
+from swift_megatron_grpo.weights.export.prediction_layers import is_prediction
+from swift_megatron_grpo.weights.stored_tensors import stored_tensors
 
 
 @dataclass(frozen=True)
@@ -95,11 +98,12 @@ def estimate(
     if answers is not None:
         of_step = training.micro_batches + answers.number
         training = replace(training, tokens=answers.joined(training.tokens), micro_batches=of_step)
+    predicting = _prediction_layers(args)
     run = Run(
-        tensors=model.tensors,
+        tensors=[*model.tensors, *(predicting if training.trains_draft_head else ())],
         decoder=model.decoder,
         training=training,
-        engine=_engine(args, config, model, longest),
+        engine=_engine(args, config, model, longest, predicting),
         longest_sample=longest if answers is None else max(longest, answers.longest),
         vision_tower=model.vision_tower,
         audio_part=model.audio_part,
@@ -207,6 +211,7 @@ def _training(args: GRPOArguments, config: GRPOConfig, largest: Tokens, plan: St
         shards_optimizer=bool(args.use_distributed_optimizer),
         optimizer_on_cpu=float(args.optimizer_offload_fraction) if args.optimizer_cpu_offload else 0.0,
         frozen_reference=config.reference.beta != 0 and config.reference.model_dir is not None,
+        trains_draft_head=bool(args.mtp_num_layers),
         offload_model=args.offload_model,
         offload_optimizer=args.offload_optimizer,
         offload_grad=args.offload_grad,
@@ -220,7 +225,17 @@ def _teacher_share(args: GRPOArguments, config: GRPOConfig, model: Model) -> flo
     return read_model(args.teacher_model_dir).parameters / model.parameters
 
 
-def _engine(args: GRPOArguments, config: GRPOConfig, model: Model, longest: int) -> Engine | None:
+def _prediction_layers(args: GRPOArguments) -> list[Tensor]:
+    """Return the layers that predict drafts, which no class of transformers has; [] if the run has no such drafts."""
+    if not args.of(Speculation).predicts:
+        return []
+    stored = stored_tensors(args.model_dir)
+    return tensors_of({name: tensor.shape for name, tensor in stored.items() if is_prediction(name)})
+
+
+def _engine(
+    args: GRPOArguments, config: GRPOConfig, model: Model, longest: int, predicting: Sequence[Tensor]
+) -> Engine | None:
     if config.server is not None:
         return None
     item = args.torch_dtype.itemsize
@@ -228,8 +243,10 @@ def _engine(args: GRPOArguments, config: GRPOConfig, model: Model, longest: int)
     absent = [tensor for tensor in model.tensors if tensor.is_vision_tower and not _is_in_vllm(tensor, limits)]
     eight_bits = config.engine.rollout_quantization != "none"
     return Engine(
-        weight_bytes=model.bytes_in_vllm(item, eight_bits) - sum(tensor.size for tensor in absent) * item,
-        cache_bytes_per_token=model.cached * item,
+        weight_bytes=model.bytes_in_vllm(item, eight_bits)
+        + (sum(tensor.size for tensor in predicting) - sum(tensor.size for tensor in absent)) * item,
+        # a layer that predicts has an attention of its own
+        cache_bytes_per_token=(model.cached + 2 * model.decoder.keys * bool(predicting)) * item,
         key_heads=model.key_heads,
         longest=longest,
         ranks=config.engine.vllm_tensor_parallel_size,

@@ -58,6 +58,7 @@ class Training:
     shards_optimizer: bool = True
     optimizer_on_cpu: float = 0.0  # share
     frozen_reference: bool = False  # a copy of the model for --beta > 0
+    trains_draft_head: bool = False  # a layer of multi-token prediction, whose rows pass through the head as well
     teacher_share: float = 0.0  # parameters of a frozen teacher, by those of the model
     graders: int = 0  # bytes of reward models, which every rank has as a whole
     offload_model: bool = False
@@ -167,7 +168,9 @@ def plan_memory(
         if training.matrix_bytes is not None:  # every rank has all states of its matrices
             matrices = _trained([tensor for tensor in tensors if tensor.is_muons], training, stage, decoder.tied)
             optimizer -= matrices.total * (training.optimizer_bytes - training.matrix_bytes)
-        layers = bytes_of_layers(decoder, sorted(stage.layers), training.tokens, layout, training.recompute, item)
+        drafting = training.trains_draft_head and stage.has_head
+        numbers = [*sorted(stage.layers), *([decoder.layers] if drafting else [])]
+        layers = bytes_of_layers(decoder, numbers, training.tokens, layout, training.recompute, item)
         of_tower, in_block, rows = 0.0, 0.0, 0.0
         if vision_tower is not None and stage.has_embedding:
             of_tower, in_block, rows = _bytes_of_images(vision_tower, training)
@@ -175,7 +178,7 @@ def plan_memory(
             of_part, at_one_time, of_recordings = _bytes_of_recordings(audio_part, training)
             of_tower, in_block, rows = of_tower + of_part, max(in_block, at_one_time), rows + of_recordings
         in_flight = micro_batches_in_flight(layout, rank, training.micro_batches)
-        head = bytes_of_head(decoder, training.tokens, layout, item) if stage.has_head else 0.0
+        head = bytes_of_head(decoder, training.tokens, layout, item) * (1 + drafting) if stage.has_head else 0.0
         returned = weights if sleeps and training.offload_model else 0.0
         dropped = gradients if sleeps and training.offload_grad else 0.0
         moved = optimizer if sleeps and training.offload_optimizer else 0.0

@@ -19,6 +19,7 @@ class Checkpoint:
     folder: Path
     step: int
     has_adapter: bool  # True: it holds an adapter, not the model
+    has_draft_head: bool = False  # True: it holds a layer of multi-token prediction that was trained
 
     @property
     def run_folder(self) -> Path:
@@ -73,13 +74,14 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """Return the checkpoint in a folder; raise BadCheckpoint if it holds none in Megatron's format."""
     try:
         step = int(read_regular(folder / sources.TRACKER))
-        adapter = sources.saved_arguments(folder).get("tuner_type", "full") != "full"
+        saved = sources.saved_arguments(folder)
+        adapter, draft_head = saved.get("tuner_type", "full") != "full", bool(saved.get("mtp_num_layers"))
     except (OSError, ValueError) as error:
         raise sources.BadCheckpoint(
             f"--resume {folder}: {error}; use --resume auto, or a folder checkpoint-N that a run has saved, with the "
             "optimizer's state (--no_save_optim false)"
         ) from None
-    return Checkpoint(folder.resolve() if folder.is_symlink() else folder.absolute(), step, adapter)
+    return Checkpoint(folder.resolve() if folder.is_symlink() else folder.absolute(), step, adapter, draft_head)
 
 
 def _why_unusable(folder: Path, loads_optimizer: bool) -> str | None:

@@ -59,6 +59,24 @@ def log_prob_head(
         yield
 
 
+def frozen_log_probs(
+    hidden: torch.Tensor,
+    positions: torch.Tensor,
+    targets: torch.Tensor,
+    model: GPTModel,
+    temperature: float,
+    parallel: RankPosition,
+) -> torch.Tensor:
+    """Compute log-probs, [k] fp32, with an output layer that is a plain matrix product and gets no gradient.
+
+    `hidden`: [l or l / TP, 1, h], of other layers than the model's own. `positions`, `targets`: [k].
+    """
+    rows = _rows(hidden, positions, model, parallel)
+    shared = model.share_embeddings_and_output_weights
+    weight = model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
+    return fused_log_probs(rows, weight.detach(), targets, _head(rows, model, temperature, False, parallel))[:, 0]
+
+
 def logits_are_a_plain_product(model: GPTModel, project: Callable[..., torch.Tensor]) -> bool:
     """Return True if `project` computes hidden @ weight^T and nothing else.
 

@@ -55,7 +55,9 @@ def is_copy_of_embedding(name: str, config: ModelConfig) -> bool:
 
 
 def is_prediction_layer(name: str, config: ModelConfig) -> bool:
-    """Return True for multi-token prediction; some models number its layers after the decoder's."""
+    """Return True for multi-token prediction that is not trained; some models number its layers after the decoder's."""
+    if config.mtp_num_layers:
+        return False
     if re.search(r"(^|\.)mtp([._]|$)", name):
         return True
     layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)

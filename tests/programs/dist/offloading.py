@@ -83,7 +83,7 @@ class Run:
         trainer = self.trainer
         self.residency = Residency(
             config,
-            trainer.wrapped_models,
+            trainer.loaded_models().trained,
             _frozen_models(trainer),
             trainer.optimizer,
             log=self.decisions.append,

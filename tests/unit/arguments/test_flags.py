@@ -21,6 +21,7 @@ def _flags(names: str) -> frozenset[str]:
 USED_HERE = _flags(
     """
     check check_gpu num_iterations lora_dropout unread_tensors check_attention fast_kernels recompute_elementwise
+    mtp_num_layers mtp_loss_scaling_factor mtp_shared_weights
     router_replay_mode ref_tensor_model_parallel_size ref_pipeline_model_parallel_size ref_context_parallel_size
     ref_expert_model_parallel_size ref_expert_tensor_parallel_size virtual_pipeline_model_parallel_size
     microbatch_group_size_per_vp_stage rlhf_type reward_funcs reward_weights bad_reward beta epsilon epsilon_high
@@ -111,7 +112,7 @@ NO_EFFECT = _flags(
     packing_length packing_num_proc packing_strategy
     hqq_axis bnb_4bit_compute_dtype bnb_4bit_quant_type bnb_4bit_use_double_quant bnb_4bit_quant_storage
     fp8_recipe fp8_amax_history_len fp8_amax_compute_algo fp4_recipe strict_fsdp_dtensor_load
-    data_parallel_sharding_strategy mtp_loss_scaling_factor mtp_decoder_input_detach mtp_shared_weights
+    data_parallel_sharding_strategy
 
     dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
     dataloader_multiprocessing_context

@@ -27,6 +27,7 @@ def arguments(folder: Path, **flags: Any) -> Any:
     defaults = {
         "resume": "auto", "output_dir": str(folder), "finetune": True, "mcore_model": None, "mcore_adapter": None,
         "add_version": True, "no_load_optim": False, "has_adapter": False, "resumed_step": 0, "train_iters": 9,
+        "mtp_num_layers": None,
     }  # fmt: skip
     return SimpleNamespace(**defaults | flags)
 
@@ -70,6 +71,10 @@ def test_a_checkpoint_of_another_folder_begins_a_run_in_the_output_folder(tmp_pa
         ({"finetune": False, "mcore_model": "x"}, "--resume auto sets --finetune false --mcore_model itself"),
         ({"output_dir": None}, "--resume auto needs --output_dir"),
         ({"has_adapter": True}, "was saved with --tuner_type full, and this run has --tuner_type lora"),
+        (
+            {"mtp_num_layers": 1},
+            "was saved without --mtp_num_layers 1, .*; leave out --mtp_num_layers 1, or begin anew",
+        ),
         ({"resume": "nowhere"}, "--resume nowhere: .*use --resume auto, or a folder checkpoint-N"),
     ],
 )

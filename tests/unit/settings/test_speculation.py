@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.settings.layout import DataShape, ModelShape
+from swift_megatron_grpo.settings.layout import DataShape, Facts, Layout, ModelShape
 from swift_megatron_grpo.settings.speculation import Speculation
-from tests.unit.settings.flags import faults
+from tests.unit.settings.flags import faults, of
 
 ON = {
     "speculative_rollouts": "history",
@@ -26,6 +26,7 @@ ON = {
     "router_agreement_samples": 0,
 }
 PREDICTED = {**ON, "speculative_rollouts": "mtp", "vllm_mode": "colocate"}
+LEARNS = {**PREDICTED, "mtp_num_layers": 1, "tuner_type": "full", "recompute_granularity": "selective"}
 QWEN3_5 = {"model_type": "qwen3_5"}
 
 
@@ -99,6 +100,39 @@ def test_rows_with_media_and_untested_types_have_no_predicted_drafts() -> None:
     message = faults(Speculation, config={"model_type": "glm4_moe"}, **PREDICTED)
     assert "tests compare drafted completions of qwen3_5, qwen3_5_moe, qwen3_next" in message
     assert message.endswith("model_type of --model is glm4_moe; use --speculative_rollouts history or off")
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ({"speculative_rollouts": "history"}, "drafts in rollouts; use --speculative_rollouts mtp, or leave"),
+        ({"mtp_num_layers": 2}, "released models have one such layer; use --mtp_num_layers 1, or leave out"),
+        ({"mtp_shared_weights": True}, "use --mtp_shared_weights false"),
+        ({"mtp_loss_scaling_factor": 0.3}, "optimizer step of its own, which no factor changes; use "),
+        ({"tuner_type": "lora"}, "an adapter's checkpoint has no place for it; use --tuner_type full"),
+        ({"optimizer": "muon"}, "no test has with Muon; use --optimizer adam"),
+        ({"optimizer_cpu_offload": True}, "use --optimizer_cpu_offload false"),
+        ({"sync_ref_model": True}, "use --sync_ref_model false"),
+        ({"chord_sft_dataset": ["rows"]}, "learns from what the policy samples; use no --chord_sft_dataset"),
+        ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+         "use --recompute_method uniform --recompute_num_layers 1"),
+    ],
+)  # fmt: skip
+def test_a_layer_that_drafts_learns_where_a_test_has_it(flags: dict[str, Any], problem: str) -> None:
+    assert re.search(f"^--mtp_num_layers . *: .*{problem}", faults(Speculation, **{**LEARNS, **flags}), re.MULTILINE)
+    assert faults(Speculation, config=QWEN3_5, **LEARNS) == ""
+    assert faults(Speculation, **{**PREDICTED, **flags, "speculative_rollouts": "mtp", "mtp_num_layers": None}) == ""
+
+
+@pytest.mark.parametrize("size", ["pipeline_model_parallel_size", "context_parallel_size"])
+def test_it_learns_on_one_stage_from_whole_sequences(size: str) -> None:
+    layout = Layout(2, **{size: 2})
+    [fault] = of(Speculation, **LEARNS).faults(Facts(layout))
+    assert f"use --{size} 1, or leave out --mtp_num_layers" in fault
+
+
+def test_it_learns_in_a_qwen3_5_without_experts() -> None:
+    assert "--model is qwen3_next; leave it out" in faults(Speculation, config={"model_type": "qwen3_next"}, **LEARNS)
 
 
 def test_a_model_with_an_image_part_is_refused_also_for_rows_of_text() -> None:

@@ -41,12 +41,13 @@ class Bridge:
             self.saved += sorted({*loader.get_state_dict()} - saved)
 
 
-def config(tied: bool = False, language_model_only: bool = False) -> Any:
+def config(tied: bool = False, language_model_only: bool = False, mtp_num_layers: int | None = None) -> Any:
     towers = SimpleNamespace(module_mapping={"model.visual": "visual"})
     return SimpleNamespace(
         num_layers=4,
         untie_embeddings_and_output_weights=not tied,
         language_model_only=language_model_only,
+        mtp_num_layers=mtp_num_layers,
         model_meta=SimpleNamespace(visual_cls=towers, bridge_cls=SimpleNamespace(hf_state_dict_mapping={})),
     )
 
@@ -57,7 +58,7 @@ def source(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def saved(source: str, built: list[str], keep: bool | None, typed: str | bool = False, **settings: bool) -> Any:
+def saved(source: str, built: list[str], keep: bool | None, typed: str | bool = False, **settings: Any) -> Any:
     bridge = Bridge(built)
     kept = keep_untrained_tensors(bridge, config(**settings), source, keep)
     bridge.save_weights(None, "out", save_missing_weights=typed)
@@ -73,6 +74,11 @@ def test_prediction_layers_are_saved_and_noted(source: str) -> None:
         "1 tensors of the checkpoint are not trained (mtp.fc.weight); they are saved with the model as they were "
         "(--save_missing_weights false leaves them out)"
     )
+
+
+def test_a_prediction_layer_that_is_trained_is_saved_by_mcore_bridge(source: str) -> None:
+    built = [TRAINED, VISION_TOWER, "lm_head.weight", "mtp.fc.weight"]
+    assert saved(source, built, keep=None, mtp_num_layers=1) == (None, built)
 
 
 def test_the_user_can_leave_them_out(source: str) -> None:
