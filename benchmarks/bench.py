@@ -50,7 +50,7 @@ from benchmarks.harness.processes import (
     measure,
     program,
 )
-from benchmarks.harness.results import NAMES, PHASES, SHARED, Process, Run
+from benchmarks.harness.results import ARMS, NAMES, PHASES, SHARED, Process, Run
 from benchmarks.harness.shapes import SHAPES
 from benchmarks.harness.workload import (
     IMAGE_TOKENS,
@@ -88,6 +88,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         add("--stock", nargs="+", default=[], metavar="SETTING", help="settings to measure ms-swift's own trainer with")
         add("--pair", nargs=2, action="append", default=[], metavar=("OURS", "STOCK"),
             help="also compare these two settings; may be repeated")  # fmt: skip
+        add("--only", choices=ARMS, help="measure this trainer alone, whatever settings others have")
         if kind == "step":
             add("--trl", nargs="+", default=[], metavar="SETTING", help="settings to measure TRL with")
             add("--trl-flags", default="", help="further flags of `megatron rlhf`, translated for TRL only")
@@ -130,7 +131,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             help="folder for models, logs and outputs",
         )
         add("--revision", default=revision(), help="revision of this package, recorded in the results")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.kind != "report" and args.only:
+        for arm in {*ARMS} - {args.only}:
+            setattr(args, arm, [])
+    return args
 
 
 def revision() -> str:

@@ -3,6 +3,7 @@
 # finish in time are missing from the group's file.
 #   benchmarks/bench_h200.sh GROUP...
 #       groups on 1 GPU: fixed fixed-4b long-0.6b long-1.7b long-4b memory memory-0.6b memory-1.7b step-equal step-best
+#                        step-sleep
 #                        held-out held-out-trl step-lora-8b step-lora-8b-fp8 step-lora-8b-verl step-adapter-8b
 #                        step-lora-30b step-lora-30b-fp8 step-lora-30b-compiled step-lora-30b-compiled-fp8
 #                        colocated-sync-8b colocated-sync-8b-fp8
@@ -28,6 +29,7 @@
 #   ROUNDS=2            rounds of each run
 #   DEADLINE=570        seconds for each group
 #   WORK=folder         folder for models, logs and outputs (default: runs/bench)
+#   ONLY=ours           measure one trainer alone
 #   EAGER=1             decode without CUDA graphs
 #   DRY=1               run the same commands on a CPU, with a tiny model and few tokens
 # Afterwards run: python -m benchmarks.bench report
@@ -57,7 +59,8 @@ bench() {
     fi
     echo "== $name"
     "$python" -m benchmarks.bench "$kind" --json "$out/$name.json" --shape "$shape" --rounds "${ROUNDS:-2}" --steps 4 \
-        --ahead --timeout 300 --deadline "$left" --work "${WORK:-runs/bench}" "$@" "${dry_flags[@]}" || echo "== $name failed" >&2
+        --ahead --timeout 300 --deadline "$left" --work "${WORK:-runs/bench}" "$@" "${dry_flags[@]}" \
+        ${ONLY:+--only "$ONLY"} || echo "== $name failed" >&2
 }
 
 # One rule for all sizes: the largest micro batch that fits, beside a vLLM with room for all completions of a step.
@@ -358,6 +361,9 @@ group() {
             bench step step-best-1.7b 1.7b "${fixed[@]}" --ours tokens$tokens_1b+shared --stock $stock_1b \
                 --trl "${trl_1b[@]}" --rounds 1 --steps 5 \
                 --goal "2.3, over TRL 2.2, over verl 1.5" --flags "$vllm_1b --sleep_level 0" ;;
+        step-sleep)
+            bench step step-sleep-1.7b 1.7b "${fixed[@]}" --ours tokens$tokens_1b+shared --rounds 1 --steps 5 \
+                --flags "$vllm_1b --sleep_level 2" ;;
         # verl also with a vLLM that sleeps, which leaves room for larger micro batches.
         step-verl)
             bench step step-verl-1.7b 1.7b "${fixed[@]}" --ours tokens$tokens_1b+shared \
