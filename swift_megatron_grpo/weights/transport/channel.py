@@ -128,11 +128,11 @@ class Channel:
 
 
 def _gloo_group(store: Store, rank: int, size: int, timeout: timedelta, address: str) -> ProcessGroupGloo:
-    """Create a group whose connections use this local address, unless GLOO_SOCKET_IFNAME selects an interface."""
+    """Create a group whose connections use this local address, or the interfaces that GLOO_SOCKET_IFNAME names."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        options._devices = [ProcessGroupGloo.create_default_device()]
+    if named := os.environ.get("GLOO_SOCKET_IFNAME"):
+        options._devices = [ProcessGroupGloo.create_device(interface=name) for name in named.split(",")]
     else:
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
     return ProcessGroupGloo(store, rank, size, options)

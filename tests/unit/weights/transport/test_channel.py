@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -153,3 +154,23 @@ def test_the_rendezvous_listens_on_its_address_only() -> None:
     port = open_rendezvous(2)["port"]
     addresses = {line.split()[3] for line in os.popen(f"ss -ltn 'sport = :{port}'").read().splitlines()[1:]}
     assert addresses == {f"127.0.0.1:{port}"}
+
+
+def test_gloo_takes_the_interface_that_its_variable_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's default device would take the address of the machine's name, which is of loopback on many."""
+    interfaces = {name: [one.address for one in of_one] for name, of_one in psutil.net_if_addrs().items()}
+    for name in ("lo", *[name for name, of_one in interfaces.items() if any("." in one for one in of_one)][:2]):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
+        before = listening()
+        rendezvous = open_rendezvous(2)
+        start_process("join_only", rendezvous)
+        connection = WeightSender(CPU, 100).join(Rendezvous(**rendezvous))
+        new = {address for address, port in listening() - before if port != rendezvous["port"]}
+        assert new and new <= set(interfaces[name])
+        connection.close()
+
+
+def listening() -> set[tuple[str, int]]:
+    return {
+        (one.laddr.ip, one.laddr.port) for one in psutil.Process().net_connections("inet") if one.status == "LISTEN"
+    }
