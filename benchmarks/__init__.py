@@ -8,6 +8,7 @@ bench_head.py               time and memory of the output layer with its log-pro
 bench_experts.py            the experts of one layer: Transformer Engine's products, and one kernel for all experts
 bench_dispatch.py           tokens on their way to the experts of other GPUs and back, without the experts
 bench_server.py             generation behind a rollout server and in the training process, in turns on one device
+bench_gateways.py           weights to servers from one machine and from two, over links of limited speed
 bench_generation.py         generation with other settings of vLLM: quantized weights, prefix caching, cascade
 bench_switches.py           time between training and generation: offload, wake-up, weight sync
 bench_short_steps.py        steps of a small released model with several checkouts in turns, by phase

@@ -142,6 +142,12 @@ class Coordinator:
         return [pickle.loads(content) for content, _, _ in gathered]
 
 
+def connected_to_store() -> dist.Store:
+    """Return a connection of its own to the run's store: one that waits for a key blocks all other calls on it."""
+    store: dist.Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    return store
+
+
 def _as_tensor(data: bytearray) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.uint8)
 

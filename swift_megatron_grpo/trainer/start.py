@@ -18,6 +18,7 @@ from swift_megatron_grpo.data.answers import Answer
 from swift_megatron_grpo.generation.local.engine_settings import check_engine_settings
 from swift_megatron_grpo.generation.protocol.model_identity import model_identity
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
+from swift_megatron_grpo.generation.remote.gateways import find_gateways
 from swift_megatron_grpo.generation.remote.teacher import TeacherServer
 from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
 from swift_megatron_grpo.grading.reward_servers import RewardServer
@@ -29,7 +30,7 @@ from swift_megatron_grpo.output.checkpoints.saving import CheckpointWriter
 from swift_megatron_grpo.output.checkpoints.sources import check_order_of_experts, check_sources, compare_datasets
 from swift_megatron_grpo.output.disk.files import threads_of_a_rank
 from swift_megatron_grpo.output.disk.folder_lock import LockedFolders
-from swift_megatron_grpo.runtime.parallel import Coordinator
+from swift_megatron_grpo.runtime.parallel import Coordinator, connected_to_store
 from swift_megatron_grpo.runtime.stopping.request import StopRequest
 from swift_megatron_grpo.settings.config import CANARY_TOKENS, GRPOConfig
 from swift_megatron_grpo.settings.recording import Recording
@@ -68,7 +69,11 @@ def start(args: grpo_arguments.GRPOArguments, template: Template) -> Start:
     server, servers = to_config.configure_server(args), None
     if server is not None:
         sender = WeightSender(torch.device(torch.cuda.current_device()), server.bucket_bytes)
-        servers = RemoteVllm(server, sender, coordinator.rank, stop.raise_if_out_of_time, template)
+        gateways = None
+        if coordinator.world_size > _ranks_of_this_machine():
+            is_first = get_dist_setting()[1] == 0
+            gateways = find_gateways(coordinator, server.urls, sender, is_first, connected_to_store)
+        servers = RemoteVllm(server, sender, coordinator.rank, stop.raise_if_out_of_time, template, gateways)
         environments_grade = coordinator.all_gather_or_raise(servers.check, "reaching the rollout servers")
         args.set_grading_of_servers(any(environments_grade))
     settings = to_config.configure(args)

@@ -1,12 +1,14 @@
-"""Facts of torch's stores that docs/security.md, weights/transport/rendezvous.py and runtime/machines.py rely on."""
+"""Facts of torch's stores that docs/security.md, weights/transport, runtime and gateways.py rely on."""
 
 from __future__ import annotations
 
 import pickle
 import subprocess
+import time
 from datetime import UTC, datetime, timedelta
+from threading import Thread
 
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
@@ -43,3 +45,15 @@ def test_torchruns_keep_alives_compare_the_clocks_of_machines() -> None:
     backend.set_state(pickle.dumps(state))
     handler._state_holder.sync()
     assert other not in handler._state_holder.state.participants
+
+
+def test_a_clone_of_a_store_is_free_while_the_original_waits() -> None:
+    """A gateway is told by it to end a transfer, while its main thread may wait for a key of another rank."""
+    store = PrefixStore("run", TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    clone = store.clone()  # type: ignore[attr-defined]
+    waiting = Thread(target=store.wait, args=(["later"], timedelta(seconds=60)), daemon=True)
+    waiting.start()
+    time.sleep(0.2)
+    clone.set("later", "1")
+    waiting.join(10)
+    assert not waiting.is_alive() and clone.check(["later"])

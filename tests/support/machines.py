@@ -30,7 +30,7 @@ from tests.support.runs import environment_of_processes
 
 _TOOLS = ("unshare", "nsenter", "ip", "hostname", "mount")
 _IN_ALL = ("--preserve-credentials", "--user", "--net", "--uts", "--mount")
-_NAMES, _ADDRESSES = ("machine-a", "machine-b"), ("10.77.0.1", "10.77.0.2")
+_NAMES, ADDRESSES = ("machine-a", "machine-b"), ("10.77.0.1", "10.77.0.2")
 _NOWHERE = "02:00:00:00:00:77"  # no interface has this address
 
 
@@ -47,6 +47,10 @@ class Started:
         with self.output:
             self.output.seek(0)
             return code, self.output.read()
+
+    def so_far(self) -> str:
+        """Return all output until now."""
+        return os.pread(self.output.fileno(), os.fstat(self.output.fileno()).st_size, 0).decode(errors="replace")
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to all of its processes at once."""
@@ -158,9 +162,9 @@ class Namespaces(Machines):
         super().__init__()
         self._holders = holders
         hosts = etc / "hosts"
-        hosts.write_text("".join(f"{address} {name}\n" for address, name in zip(_ADDRESSES, _NAMES, strict=True)))
+        hosts.write_text("".join(f"{address} {name}\n" for address, name in zip(ADDRESSES, _NAMES, strict=True)))
         self.run(0, "ip", "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", str(holders[1]))
-        for number, (name, address) in enumerate(zip(_NAMES, _ADDRESSES, strict=True)):
+        for number, (name, address) in enumerate(zip(_NAMES, ADDRESSES, strict=True)):
             self.run(number, "hostname", name)
             self.run(number, "mount", "--bind", str(hosts), "/etc/hosts")
             self.run(number, "ip", "link", "set", "lo", "up")
@@ -185,11 +189,11 @@ class Namespaces(Machines):
 
     def lose_packets(self, number: int) -> None:
         """Lose all that a machine sends, of which it sees nothing."""
-        to = _ADDRESSES[1 - number]
+        to = ADDRESSES[1 - number]
         self.run(number, "ip", "neighbour", "replace", to, "lladdr", _NOWHERE, "dev", "eth0", "nud", "permanent")
 
     def deliver_packets(self, number: int) -> None:
-        self.run(number, "ip", "neighbour", "delete", _ADDRESSES[1 - number], "dev", "eth0")
+        self.run(number, "ip", "neighbour", "delete", ADDRESSES[1 - number], "dev", "eth0")
 
 
 @contextmanager

@@ -43,25 +43,27 @@ class RolloutServer:
     port: int = field(default_factory=free_port)
     command: bool = False  # start the real `swift rollout` instead of a fork
     key: str | None = KEY
+    host: str = HOST
+    place: Sequence[str] = ()  # of the machine on which a fork runs (support/machines.py)
     process: subprocess.Popen[str] | ForkedProcess | None = None
 
     @property
     def url(self) -> str:
-        return f"http://{HOST}:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     def start(self) -> RolloutServer:
         """Start the server and return at once; `wait` returns when it responds."""
         key = [] if self.key is None else ["--api_key", self.key]
+        host = [] if self.host == HOST else ["--host", self.host]  # the default
         model_type = json.loads((self.model / "config.json").read_text())["model_type"]
         arguments = ["--model", str(self.model), "--model_type", model_type, "--template", template_of(self.model),
-                     "--port", str(self.port), *key, "--torch_dtype", "float32",
+                     *host, "--port", str(self.port), *key, "--torch_dtype", "float32",
                      "--vllm_max_model_len", "256", "--vllm_enforce_eager", "true",
                      "--vllm_gpu_memory_utilization", "0.3", *SMALL_CACHE, *self.flags]  # fmt: skip
         with self.log.open("a") as log:
             if ON_CPU and not self.command:
-                self.process = fork_server("rollout").start(
-                    "swift rollout", arguments, 0, self.log.parent, log, self.environment
-                )
+                program, *rest = [*self.place, "swift rollout", *arguments]
+                self.process = fork_server("rollout").start(program, rest, 0, self.log.parent, log, self.environment)
             else:
                 environment = {**environment_of_processes(), **self.environment}
                 self.process = subprocess.Popen([*_command(), *arguments], env=environment, text=True,

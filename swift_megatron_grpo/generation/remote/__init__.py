@@ -8,7 +8,9 @@ dispatcher.py         which server gets which request, and which requests were l
 completion_checks.py  completions that no engine of this run can have generated
 client.py             HTTP to one server, with images that are sent once
 weight_sender.py      weights to the servers, in buckets
+gateways.py           weights from several machines: which rank sends to which server
 teacher.py            a teacher's log-probs, from any vLLM server
 
-Tests: tests/unit/generation/remote, tests/unit/weights/transport/test_channel.py, tests/e2e/test_server.py.
+Tests: tests/unit/generation/remote, tests/unit/weights/transport/test_channel.py, tests/e2e/test_server.py,
+tests/e2e/test_gateways.py.
 """

@@ -1,4 +1,4 @@
-"""vLLM behind `swift rollout`. Rank 0 alone contacts the servers; the other ranks only take part in weight exports."""
+"""vLLM behind `swift rollout`. Rank 0 alone contacts the servers; gateways also send them weights (gateways.py)."""
 
 import asyncio
 import base64
@@ -16,6 +16,7 @@ from swift.utils import get_logger
 from swift_megatron_grpo.generation import interface
 from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS, SERVER_UNUSABLE
 from swift_megatron_grpo.generation.remote.compatibility import conflicts_between, notes_on, refusal
+from swift_megatron_grpo.generation.remote.gateways import Gateway, GatewayConnection, Gateways
 from swift_megatron_grpo.generation.remote.generation import RemoteGeneration
 from swift_megatron_grpo.generation.remote.servers import (
     MAX_ATTEMPTS,
@@ -31,17 +32,19 @@ from swift_megatron_grpo.settings.config import SamplingConfig, ServerConfig
 from swift_megatron_grpo.types import DraftCounts, ScoredText
 from swift_megatron_grpo.weights.transport.buckets import NamedWeights
 from swift_megatron_grpo.weights.transport.held_weights import WorkerWeights
+from swift_megatron_grpo.weights.transport.rendezvous import Rendezvous
 
 T = TypeVar("T")
 logger = get_logger()
 _COUNTS_SECONDS = 10.0  # for a server to report what drafts did, which only a metric depends on
+_JOIN_SECONDS = 15.0  # for a server to let a gateway join, while those that have answered wait for theirs (30 s)
 
 
 class _Transfer(NamedTuple):
     """A transfer of weights to one server, in progress."""
 
     server: Server
-    connection: WeightConnection
+    connection: WeightConnection | GatewayConnection
     response: Future[dict[str, Any]]
     in_flight: bool  # the server continues its requests
 
@@ -56,15 +59,17 @@ class RemoteVllm:
         rank: int,
         check_stop: Callable[[], None] = do_nothing,
         template: Template | None = None,
+        gateways: Gateways | Gateway | None = None,
     ) -> None:
         """`check_stop` raises an exception if the run stops and waiting for servers would take too long.
 
-        `template`: samples the videos of prompts; None: they have none.
+        `template`: samples the videos of prompts; None: they have none. `gateways`: on rank 0 those that it directs, on
+        a gateway itself; None: there are none, or this rank is none.
         """
         self._template = template
         self.share = interface.Share(index=0, of=1, reports=rank == 0)
         self.memory_to_wake = 0
-        self._config, self._sender = config, sender
+        self._config, self._sender, self._gateways = config, sender, gateways
         self._events: EventLoopThread | None = None  # None: not rank 0, or shut down
         self._version = NO_WEIGHTS  # of the newest weights
         self._recipients: list[Server] = []  # servers that needed weights at the last call of `needs_weights`
@@ -133,6 +138,9 @@ class RemoteVllm:
         self, weights: NamedWeights, version: int, adapter: interface.AdapterConfig | None, collect_checksums: bool
     ) -> None:
         """Send to every server that needs them. A server still needs weights if its transfer fails."""
+        if isinstance(self._gateways, Gateway):
+            self._gateways.send(weights, adapter)
+            return
         if self._events is None:
             self._sender.send(weights, [], adapter)
             return
@@ -142,9 +150,13 @@ class RemoteVllm:
         transfers, problems = self._begin(
             recipients, {"version": version, "lora": adapter is not None, "collect_checksums": collect_checksums}
         )
-        failures = self._sender.send(weights, [transfer.connection for transfer in transfers], adapter)
-        for (server, connection, response, in_flight), failure in zip(transfers, failures, strict=True):
-            problem = self._end(server, response, failure)
+        own = [transfer.connection for transfer in transfers if isinstance(transfer.connection, WeightConnection)]
+        failures: dict[WeightConnection | GatewayConnection, Exception | None] = {}
+        failures |= zip(own, self._sender.send(weights, own, adapter), strict=True)
+        if isinstance(self._gateways, Gateways):
+            failures |= self._gateways.end([one for _, one, *_ in transfers if isinstance(one, GatewayConnection)])
+        for server, connection, response, in_flight in transfers:
+            problem = self._end(server, response, failures.get(connection))
             if problem is not None:
                 problems.append(f"{server.url}: {problem}")
             elif server.connection is connection:  # it was not lost in the meantime
@@ -157,14 +169,16 @@ class RemoteVllm:
         assert self._events is not None
         transfers, problems = list[_Transfer](), list[str]()
         has_requests = any(generation.is_running for generation in self._generations)
-        limit = self._config.timeout
+        if isinstance(self._gateways, Gateways):
+            self._begin_on(self._gateways, servers)
+            # those on which gateways send already come first: connecting to another may take 30 s
+            servers = sorted((one for one in servers if not one.is_lost), key=lambda one: one.connection is None)
         for server in servers:
             try:
-                if server.connection is None:
-                    address = {"host": urlsplit(server.url).hostname or "", "port": server.group_port}
-                    joining = server.client.join(address | {"timeout": limit}, timeout=limit)
-                    server.connection = self._sender.join(self._events.run(joining))
                 connection = server.connection
+                if connection is None:
+                    rendezvous = self._events.run(self._open_rendezvous(server, self._config.timeout))
+                    server.connection = connection = self._sender.join(rendezvous)
             except ServerFailure as failure:
                 self._events.run(self._mark_lost(server, f"connecting for weights failed: {failure}"))
                 continue
@@ -179,6 +193,36 @@ class RemoteVllm:
             response.add_done_callback(partial(_close_if_failed, connection))
             transfers.append(_Transfer(server, connection, response, in_flight))
         return transfers, problems
+
+    def _begin_on(self, gateways: Gateways, servers: Sequence[Server]) -> None:
+        """Begin the transfers of gateways, and connect them to their servers. Those that cannot leave it to rank 0."""
+        assert self._events is not None
+        new = [server for server in servers if server.connection is None and gateways.of_server[server.url] != 0]
+        joining = dict[str, Rendezvous]()
+        for server, answer in zip(new, self._events.run(self._open_all(new)), strict=True):
+            if isinstance(answer, Rendezvous):
+                joining[server.url] = answer
+            elif isinstance(answer, ServerFailure):
+                self._events.run(self._mark_lost(server, f"connecting for weights failed: {answer}"))
+            else:
+                raise answer
+        known = [one for server in servers if isinstance(one := server.connection, GatewayConnection)]
+        joined = gateways.begin(known, joining)
+        for server in new:
+            connection = joined.get(server.url)
+            if isinstance(connection, GatewayConnection):
+                server.connection = connection
+            elif connection is not None:
+                logger.warning(f"rollout server {server.url}: rank 0 connects to it for weights ({connection})")
+
+    async def _open_all(self, servers: Sequence[Server]) -> list[Rendezvous | BaseException]:
+        limit = min(self._config.timeout, _JOIN_SECONDS)
+        return await asyncio.gather(*(self._open_rendezvous(one, limit) for one in servers), return_exceptions=True)
+
+    async def _open_rendezvous(self, server: Server, limit: float) -> Rendezvous:
+        """Let a server expect a sender of weights."""
+        address = {"host": urlsplit(server.url).hostname or "", "port": server.group_port}
+        return await server.client.join(address | {"timeout": self._config.timeout}, timeout=limit)
 
     def _end(self, server: Server, response: Future[dict[str, Any]], failure: Exception | None) -> str | None:
         """Wait for the end of a transfer. Return what went wrong on a healthy server; None for one that was lost."""
@@ -314,9 +358,11 @@ class RemoteVllm:
             self._events.run(self._servers.close())
             self._events.stop()
             self._events = None
+        if isinstance(self._gateways, Gateway):
+            self._gateways.close()
 
 
-def _close_if_failed(connection: WeightConnection, response: Future[dict[str, Any]]) -> None:
+def _close_if_failed(connection: WeightConnection | GatewayConnection, response: Future[dict[str, Any]]) -> None:
     """Close a connection if its server no longer receives; a thread that sends on it would block indefinitely."""
     if response.cancelled() or response.exception() is not None:
         connection.close()

@@ -23,6 +23,7 @@ from swift_megatron_grpo.generation.interface import AnsweredRequest
 from swift_megatron_grpo.generation.protocol import messages
 from swift_megatron_grpo.generation.remote.client import Client, ImageUploads, make_session
 from swift_megatron_grpo.generation.remote.compatibility import problems_of, unreachable
+from swift_megatron_grpo.generation.remote.gateways import GatewayConnection
 from swift_megatron_grpo.generation.remote.weight_sender import WeightConnection
 from swift_megatron_grpo.runtime.failures import SharedFailure
 from swift_megatron_grpo.runtime.http import InvalidResponse, Refused, RequestTimeout, ServerFailure
@@ -72,7 +73,7 @@ class Server:
         self.verified_version = messages.NO_WEIGHTS  # of the newest weights that are known to be the trainer's
         self.checked_instance: str | None = None  # the instance that has completed a checksummed load
         self.excluded_instance: str | None = None  # not used again, because its responses were wrong
-        self.connection: WeightConnection | None = None
+        self.connection: WeightConnection | GatewayConnection | None = None
         self.requests_in_flight = 0  # of all generations
         self.images = ImageUploads(client)
         self.loss_reason = "not contacted yet"

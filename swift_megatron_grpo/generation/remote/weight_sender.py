@@ -19,7 +19,7 @@ _IN_FLIGHT = 1  # buckets queued behind the one being sent
 
 @dataclass(frozen=True)
 class WeightSender:
-    """The sending side of weight transfers: rank 0 of the run."""
+    """The sending side of weight transfers: rank 0 of the run, and gateways."""
 
     device: torch.device
     bucket_bytes: int
