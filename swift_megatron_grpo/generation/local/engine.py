@@ -36,7 +36,7 @@ from swift_megatron_grpo.generation.vllm.adapter import DiscardedTables, load_ad
 from swift_megatron_grpo.generation.vllm.device_drafts import DeviceDrafts
 from swift_megatron_grpo.generation.vllm.drafts import GroupDrafts
 from swift_megatron_grpo.generation.vllm.predicted_drafts import METHOD, PredictedDrafts
-from swift_megatron_grpo.generation.vllm.second_runner import Drafts, draft_in_second_runner
+from swift_megatron_grpo.generation.vllm.second_runner import Drafts, draft_in_second_runner, drafter_of
 from swift_megatron_grpo.runtime.stopping.request import RunStopped, StopRequest
 from swift_megatron_grpo.settings.config import SamplingConfig, VllmConfig
 from swift_megatron_grpo.types import DraftCounts, Rollout, ScoredText
@@ -78,10 +78,10 @@ class LocalVllm:
         self._asleep = frozenset[str]()
         self._engine = _build(config, template, self._sleep_level > 0, seed=config.seed + group)
         self._name = f"engine {group}"
-        self.drafts = _drafts_of(self._engine) if config.drafts else None
+        self.drafts = _drafts_of(self._engine, self._worker) if config.drafts else None
         model = self._engine.inner_model
         layers = layers_that_quantize(model, self._engine.engine.vllm_config)
-        self._model = WithPredictionLayers(model, _drafter_of(self._engine).model) if config.predicts_drafts else model
+        self._model = WithPredictionLayers(model, drafter_of(self._worker).model) if config.predicts_drafts else model
         self._loaded_weights = LoadedWeights(self._model, config.torch_dtype, self._name, layers)
         loses_base = config.lora_rank is not None and self._sleep_level == 2
         self._tables = DiscardedTables(self._worker) if loses_base else None
@@ -295,22 +295,13 @@ def _build(config: VllmConfig, template: Template, sleep_mode: bool, seed: int) 
     return engine
 
 
-def _drafts_of(engine: GRPOVllmEngine) -> Drafts:
-    """Return what vLLM has built by the name in its settings; it takes part in the steps of this rank's worker."""
+def _drafts_of(engine: GRPOVllmEngine, worker: Any) -> Drafts:
+    """Return what drafts for this engine; it takes part in the steps of this rank's worker."""
     if engine.engine.vllm_config.speculative_config.method == METHOD:
         return PredictedDrafts(engine.engine.engine_core.engine_core.scheduler)
-    drafts: GroupDrafts | DeviceDrafts = _drafter_of(engine)
-    drafts.follow(_runner_of(engine))
+    drafts: GroupDrafts | DeviceDrafts = drafter_of(worker)
+    drafts.follow(worker.model_runner)
     return drafts
-
-
-def _drafter_of(engine: GRPOVllmEngine) -> Any:
-    runner = _runner_of(engine)
-    return runner.speculator if engine.engine.vllm_config.use_v2_model_runner else runner.drafter
-
-
-def _runner_of(engine: GRPOVllmEngine) -> Any:
-    return engine.inner_model_executor.driver_worker.worker.model_runner
 
 
 # ---- completions: ms-swift encodes prompts, and vLLM returns only what is used

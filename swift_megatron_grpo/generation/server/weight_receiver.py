@@ -12,7 +12,7 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 
 from swift_megatron_grpo.generation.vllm import adapter, cuda_runtime, fast_logprobs, position_noise
-from swift_megatron_grpo.generation.vllm.second_runner import draft_in_second_runner, drafts_in
+from swift_megatron_grpo.generation.vllm.second_runner import draft_in_second_runner, drafter_of
 from swift_megatron_grpo.weights.load.loaded_weights import LoadedWeights
 from swift_megatron_grpo.weights.load.quantization import layers_that_quantize
 from swift_megatron_grpo.weights.transport.buckets import unpack
@@ -70,10 +70,10 @@ class WeightReceiver(WeightSyncWorkerExtension):
         return self._grpo_loaded_weights().worker_weights().to_json()
 
     def grpo_draft(self) -> None:
-        drafts_in(self).follow(self.model_runner, remembers=True)
+        drafter_of(self).follow(self.model_runner, remembers=True)
 
     def grpo_take_draft_counts(self) -> dict[str, int]:
-        return asdict(drafts_in(self).take_counts())
+        return asdict(drafter_of(self).take_counts())
 
     def _grpo_loaded_weights(self) -> LoadedWeights:
         if self.grpo_loaded_weights is None:

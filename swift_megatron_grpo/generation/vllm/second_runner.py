@@ -37,12 +37,10 @@ def draft_settings(most: int, at_once: int | None, predicted: bool) -> dict[str,
     return drafts.engine_settings(most)
 
 
-def drafts_in(worker: Any) -> GroupDrafts | DeviceDrafts:
+def drafter_of(worker: Any) -> Any:
     """Return what vLLM has built by the name in its settings, which takes part in the steps of this worker."""
     runner = worker.model_runner
-    on_device = worker.vllm_config.speculative_config.method == METHOD
-    drafts: GroupDrafts | DeviceDrafts = runner.speculator if on_device else runner.drafter
-    return drafts
+    return runner.speculator if worker.vllm_config.use_v2_model_runner else runner.drafter
 
 
 def draft_in_second_runner() -> None:
