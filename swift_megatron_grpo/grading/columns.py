@@ -12,13 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from swift_megatron_grpo.packing.arrays import Columns
 from swift_megatron_grpo.packing.bins import Bools, Floats, Ints
 
 _LARGEST = 3.4028234663852886e38  # the largest finite fp32 value; ms-swift stores rewards in fp32
 
 
 @dataclass(frozen=True, slots=True)
-class Rewards:
+class Rewards(Columns):
     """Numbers of completions, [n], or of groups of them, [groups, members]."""
 
     values: Floats  # 0 where it does not count
@@ -34,15 +35,8 @@ class Rewards:
     def where(cls, valid: Bools, values: Floats) -> Rewards:
         return cls(np.where(valid, values, 0.0), valid)
 
-    @classmethod
-    def joined(cls, parts: Sequence[Rewards]) -> Rewards:
-        return cls(np.concatenate([part.values for part in parts]), np.concatenate([part.valid for part in parts]))
-
     def __len__(self) -> int:
         return len(self.values)
-
-    def pick(self, places: Ints | Bools) -> Rewards:
-        return Rewards(self.values[places], self.valid[places])
 
     def without(self, places: Sequence[int]) -> Rewards:
         """Return these rewards, of which those at some places do not count."""

@@ -11,13 +11,14 @@ import numpy as np
 from swift_megatron_grpo.grading.columns import Rewards
 from swift_megatron_grpo.grading.scores import Scores
 from swift_megatron_grpo.packing import completions
+from swift_megatron_grpo.packing.arrays import Columns
 from swift_megatron_grpo.packing.bins import Bools, Floats, Ints, Objects
 from swift_megatron_grpo.packing.completions import OutlinedRollouts
 from swift_megatron_grpo.types import Graded, Rollout
 
 
 @dataclass(frozen=True, slots=True)
-class Outcomes:
+class Outcomes(Columns):
     """The parts of graded completions that their metrics need, without their tokens, each [n]."""
 
     scores: Scores
@@ -42,23 +43,6 @@ class Outcomes:
             truncated=np.array([rollout.truncated for rollout in rollouts], np.bool_),
             infos=np.fromiter((rollout.infos for rollout in rollouts), np.object_, len(rollouts)),
             sequences=np.array([1 + len(rollout.earlier) for rollout in rollouts], np.int64),
-        )
-
-    def pick(self, places: Ints) -> Outcomes:
-        return Outcomes(
-            self.scores.pick(places), self.rewards.pick(places), self.lengths[places], self.truncated[places],
-            self.infos[places], self.sequences[places],
-        )  # fmt: skip
-
-    @classmethod
-    def joined(cls, parts: Sequence[Outcomes]) -> Outcomes:
-        return cls(
-            Scores.joined([part.scores for part in parts]),
-            Rewards.joined([part.rewards for part in parts]),
-            np.concatenate([part.lengths for part in parts]),
-            np.concatenate([part.truncated for part in parts]),
-            np.concatenate([part.infos for part in parts]),
-            np.concatenate([part.sequences for part in parts]),
         )
 
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from swift_megatron_grpo.grading.columns import Rewards, usable
-from swift_megatron_grpo.packing.bins import Bools, Floats, Ints
+from swift_megatron_grpo.packing.arrays import Columns
+from swift_megatron_grpo.packing.bins import Bools, Floats
 
 ScoreRow = list[float | None]  # one per reward function; None: the function does not apply
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class Scores(Columns):
     """The scores of completions by every reward function, [n, functions]."""
 
     values: Floats  # any number, also NaN; 0 where the function does not apply
@@ -26,10 +27,6 @@ class Scores:
         shape = len(rows), functions
         applies = np.array([[score is not None for score in row] for row in rows], np.bool_).reshape(shape)
         return cls(np.where(applies, np.array(rows, np.float64).reshape(shape), 0.0), applies)
-
-    @classmethod
-    def joined(cls, parts: Sequence[Scores]) -> Scores:
-        return cls(np.concatenate([part.values for part in parts]), np.concatenate([part.applies for part in parts]))
 
     def to_bytes(self) -> tuple[bytes, bytes]:
         """Return a message: thousands of ranks send one, and arrays are slower to read."""
@@ -45,9 +42,6 @@ class Scores:
 
     def __len__(self) -> int:
         return len(self.values)
-
-    def pick(self, places: Ints) -> Scores:
-        return Scores(self.values[places], self.applies[places])
 
     def row(self, place: int) -> ScoreRow:
         pairs = zip(self.values[place].tolist(), self.applies[place].tolist(), strict=True)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, chain
 from typing import Any, NamedTuple, overload
 
 import numpy as np
 
+from swift_megatron_grpo.packing.arrays import Columns
 from swift_megatron_grpo.packing.bins import Bools, Ints, Objects
 from swift_megatron_grpo.types import Body, Rollout, Span
 
@@ -22,7 +23,7 @@ REASONS = ("stop", "length")  # by `truncated`
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(Columns):
     """The values of completions that all ranks know while one has the tokens, each [n]; five are those of Body."""
 
     prompt: Ints
@@ -35,13 +36,6 @@ class Facts:
     truncated: Bools
     asked: Objects  # its Prompt
     rare: Objects  # its Rare; None: REASONS has its finish reason, and there is nothing else
-
-    def pick(self, places: Ints | slice) -> Facts:
-        return Facts(*(getattr(self, field.name)[places] for field in fields(self)))
-
-    @classmethod
-    def joined(cls, parts: Sequence[Facts]) -> Facts:
-        return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
 
     def rollout(self, place: int) -> Rollout:
         """Return one completion, without its tokens."""

@@ -6,17 +6,18 @@ Where completions stay on their ranks, a step has the samples of all ranks, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import overload
 
 import numpy as np
 
+from swift_megatron_grpo.packing.arrays import Columns
 from swift_megatron_grpo.packing.bins import Bools, Ints
 from swift_megatron_grpo.types import Sample
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
+class Outline(Columns):
     """The integers of samples, each [s]."""
 
     lengths: Ints
@@ -46,19 +47,13 @@ class Outline:
             answers=np.fromiter((sample.sft_weights is not None for sample in samples), np.bool_, len(samples)),
         )
 
-    def pick(self, places: Ints) -> Outline:
-        return Outline(*(getattr(self, field.name)[places] for field in fields(self)))
-
 
 @dataclass(frozen=True, slots=True)
-class Prompts:
+class Prompts(Columns):
     """The prompts of samples, each [s]."""
 
     number: Ints  # ascends; equal for neighbours that have a prompt in common
     shareable: Ints  # tokens of it that a micro batch may have once
-
-    def pick(self, places: Ints) -> Prompts:
-        return Prompts(self.number[places], self.shareable[places])
 
     def shared_with_previous(self) -> Ints:
         """Return how many tokens each sample shares with the one before it."""
