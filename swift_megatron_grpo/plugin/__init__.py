@@ -5,6 +5,7 @@ command_line.py  classify a process by its command line; move the API key from i
 activation.py    hook later imports, or replace the process, also where a script would start another
 rank.py          prepare a rank, or a process that ranks are forked from
 torchrun.py      torchrun passes signals on, lets its ranks stop, and forks them where there is no GPU
+meeting.py       torchrun names machines that do not begin
 lost_machine.py  end the ranks of this machine, with a line, once another machine is lost
 register.py      replace ms-swift's Megatron GRPO trainer and its arguments class
 

@@ -62,8 +62,7 @@ def _prepare_launch(process: str, argv: Sequence[str], orig_argv: Sequence[str])
     if process == command_line.TORCHRUN:
         from swift_megatron_grpo.plugin.torchrun import hook_torchrun
 
-        of_ranks = command_line.arguments_of_ranks(argv[1:]) or []
-        hook_torchrun(of_ranks, argv[1 : len(argv) - len(of_ranks)])
+        hook_torchrun(command_line.arguments_of_ranks(argv[1:]) or [])
     elif argv[1:2] == ["rlhf"] and command_line.has_roles(argv[2:]):
         _replace_process(_LAUNCH_MODULE, argv[2:], orig_argv)
     elif command_line.asks_for_check(argv):

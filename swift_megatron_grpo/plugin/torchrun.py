@@ -4,8 +4,8 @@ torchrun's own handler raises an exception at SIGTERM and SIGINT, signals the ra
 traceback. Here the handler only passes the signal on, and torchrun ends when its ranks have, with their exit code. If a
 rank fails, torchrun ends the others with SIGTERM, which would ask them to stop and save: they are killed instead. The
 message of ranks that refuse a run is the last thing that is printed (runtime/refusals.py). On a machine without a GPU,
-the ranks are forks of torchrun, which imports for all of them. With several machines, torchrun says that it waits for
-them to begin, finds a lost one (lost_machine.py), and ends its ranks with a line that names it.
+the ranks are forks of torchrun, which imports for all of them. With several machines, torchrun names those that do not
+begin (meeting.py), finds a lost one (lost_machine.py), and ends with a line about it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import gc
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Any, NoReturn
 
 from swift_megatron_grpo.plugin import command_line, rank
 from swift_megatron_grpo.plugin.lost_machine import LossOfMachine, other_machines
+from swift_megatron_grpo.plugin.meeting import NeverBegun, naming_absent_machines
 from swift_megatron_grpo.runtime.import_hooks import after_import
 from swift_megatron_grpo.runtime.refusals import expect_refusals, take_refusals
 
@@ -35,38 +35,39 @@ _REPORT_SECONDS = 15.0  # after the grace, for the watchdog of a stuck rank to w
 _SECOND_SIGNAL_SECONDS = 5.0  # for ranks to end at a second signal
 _EXIT_SECONDS = 30.0  # between the exit of the first rank and that of the last
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_MEETING_SECONDS = 30.0  # until a line says that other machines have not begun
 _NOTHING_SAVED = "{} ended the run before its first step; nothing was saved"
 _STOPPED = {128 + number for number in _SIGNALS}  # exit codes of a rank that has stopped
 _FOLLOWING = (-signal.SIGABRT, -signal.SIGTERM)  # exit codes of a rank that ends because another one has
 
 
-def hook_torchrun(args: list[str], own: Sequence[str]) -> None:
-    """Change what this torchrun does. `args`: of its ranks; `own`: its own, before them."""
+def hook_torchrun(args: list[str]) -> None:
+    """Change what this torchrun does. `args`: of its ranks."""
     refusals = expect_refusals(os.environ)
-    meeting = threading.Timer(_MEETING_SECONDS, _print, [_waits(own)])
-    meeting.daemon = True
-    if command_line.parse_flag(own, "nnodes") not in (None, "1"):
-        meeting.start()
-    after_import("torch.distributed.elastic.multiprocessing.api", lambda api: _patch(api, args, refusals, meeting))
+    after_import("torch.distributed.elastic.agent.server.api", _name_absent_machines)
+    after_import("torch.distributed.elastic.multiprocessing.api", lambda api: _patch(api, args, refusals))
 
 
-def _waits(own: Sequence[str]) -> str:
-    machines, number, address, port = (
-        command_line.parse_flag(own, name) for name in ("nnodes", "node_rank", "master_addr", "master_port")
-    )
-    return (
-        f"machine {number} waits for all {machines} machines to begin, at {address}:{port}. Each needs the same "
-        f"NNODES, MASTER_ADDR and MASTER_PORT, and a NODE_RANK of its own below {machines}; machine 0 has this address"
-    )
+def _name_absent_machines(api: ModuleType) -> None:
+    stock = api.SimpleElasticAgent._rendezvous
+
+    def rendezvous(self: Any, group: Any) -> None:
+        try:
+            with naming_absent_machines(group.spec.rdzv_handler, _print):
+                stock(self, group)
+        except NeverBegun as error:
+            if FAILURE_VARIABLE in os.environ:
+                _leave_to_launch(str(error))
+            _print(str(error))
+            _exit(1)
+
+    api.SimpleElasticAgent._rendezvous = rendezvous
 
 
-def _patch(api: ModuleType, args: list[str], refusals: Path, meeting: threading.Timer) -> None:
+def _patch(api: ModuleType, args: list[str], refusals: Path) -> None:
     context = api.PContext
     stock_start, stock_wait, stock_close = context.start, context.wait, context.close
 
     def start(self: Any) -> None:
-        meeting.cancel()
         if sys.platform == "linux" and not rank.has_accelerator():  # elsewhere libraries do not survive a fork
             _fork_ranks(api.SubprocessHandler, args)
         stock_start(self)
