@@ -93,11 +93,16 @@ def written_parts(folder: Path) -> set[str]:
     return {part.decode() for index in folder.glob("*/.metadata") for part in _PART.findall(index.read_bytes())}
 
 
-def remove_manifest(folder: Path) -> None:
-    """Mark a checkpoint that is about to be overwritten as incomplete."""
+def prepare_overwriting(folder: Path) -> None:
+    """Mark an earlier checkpoint in this folder as incomplete, and remove the files that ranks have written.
+
+    One of them would hide that the new file of its name is missing.
+    """
     if has_manifest(folder):
         (folder / MANIFEST).unlink()
         sync_folder(folder)
+    for file in [*folder.glob("*/.metadata"), *folder.glob("*/*.distcp")]:
+        file.unlink()
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -47,6 +47,10 @@ class _Pending:
         merged = self.folder.with_name(f"{self.folder.name}-merged")
         return [self.folder, *([merged] if merged.is_dir() else [])]
 
+    def prepare_overwriting(self) -> None:
+        for folder in self.folders:
+            manifests.prepare_overwriting(folder)
+
 
 class CheckpointWriter:
     """The saves of one run. Every rank calls every method."""
@@ -105,9 +109,9 @@ class CheckpointWriter:
         """Surround the code that writes a checkpoint. `prompts`: those taken before the next rollout."""
         self.check_space(step, estimate)
         pending = _Pending(self._folder(step), step, prompts)
-        if self._ranks.rank == 0:
-            for folder in pending.folders:
-                manifests.remove_manifest(folder)  # of an earlier run, whose checkpoint is overwritten
+        self._ranks.all_gather_or_raise(
+            lambda: pending.prepare_overwriting() if self._ranks.rank == 0 else None, f"overwriting {pending.folder}"
+        )
         with self._naming_full_disk(pending):
             yield
         self._pending.append(pending)

@@ -57,7 +57,7 @@ def test_a_checkpoint_that_lacks_the_part_of_a_rank_gets_no_manifest(
     saving, part = writer(tmp_path), tmp_path / "checkpoint-2" / "iter_0000002" / "__0_0.distcp"
     save(tmp_path, 1)
     with saving.writing(2, 0, estimate=0):
-        checkpoint.save({"a": torch.ones(4)}, storage_writer=checkpoint.FileSystemWriter(part.parent), no_dist=True)
+        save_part(part.parent)
     elsewhere = part.rename(tmp_path / "part")
     expected = (
         rf"{part.parents[1]} lacks __0_0.distcp, which rank 0 on .* has written: {tmp_path} is no longer the same"
@@ -68,6 +68,24 @@ def test_a_checkpoint_that_lacks_the_part_of_a_rank_gets_no_manifest(
     monkeypatch.setattr(saving_module, "SEEN_SECONDS", 60.0)
     Timer(0.5, elsewhere.rename, [part]).start()
     assert saving.finish() and f"iter_0000002/{part.name}" in read_manifest(part.parents[1]).files
+
+
+def test_a_part_of_an_earlier_save_does_not_hide_that_one_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving_module, "SEEN_SECONDS", 0.1)
+    saving, folder = writer(tmp_path), tmp_path / "checkpoint-2" / "iter_0000002"
+    save_part(folder)
+    with saving.writing(2, 0, estimate=0):
+        save_part(tmp_path / "elsewhere")
+        folder.mkdir(exist_ok=True)
+        (tmp_path / "elsewhere" / ".metadata").rename(folder / ".metadata")
+    with pytest.raises(FolderNotShared, match=r"lacks __0_0\.distcp"):
+        saving.finish()
+
+
+def save_part(folder: Path) -> None:
+    checkpoint.save({"a": torch.ones(4)}, storage_writer=checkpoint.FileSystemWriter(folder), no_dist=True)
 
 
 def test_a_merged_copy_gets_a_manifest_too(tmp_path: Path) -> None:
