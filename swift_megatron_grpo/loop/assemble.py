@@ -185,7 +185,7 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, fi
         _models_of(models.reference),
         models.optimizer,
         log=run.logger.info,
-        teacher=[] if models.teacher is models.reference else _models_of(models.teacher),
+        teacher=_models_of(models.teacher),
     )
     recording = config.recording
     training = training_engine(config, models)  # refuses what the model cannot do, before vLLM starts for minutes

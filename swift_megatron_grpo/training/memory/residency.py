@@ -36,7 +36,7 @@ class Residency:
         optimizer: MegatronOptimizer,
         log: Callable[[str], None],  # called when a decision changes
         free_memory: Callable[[], int] = lambda: torch.cuda.mem_get_info()[0],  # the driver's, of all processes
-        teacher: Sequence[torch.nn.Module] = (),  # empty also if it is the frozen copy of the reference
+        teacher: Sequence[torch.nn.Module] = (),  # empty if it has no weights of its own; may be the reference
     ) -> None:
         stream = torch.cuda.Stream()
         self._models = models
@@ -54,8 +54,9 @@ class Residency:
             return copied(name, lambda: offload.frozen_storages(models) + offload.trained_storages(models), True)
 
         self._reference = frozen("reference policy", reference)
-        self._teacher = frozen("teacher", teacher) if teacher else self._reference
-        self._frozen = [self._reference, *([self._teacher] if teacher else [])]
+        own_of_teacher = [frozen("teacher", teacher)] if teacher and teacher != reference else []
+        self._frozen = [self._reference, *own_of_teacher]
+        self._teacher = self._frozen[-1] if teacher else None
         self._optimizer = copied("optimizer state", partial(offload.optimizer_storages, optimizer, models))
         self._policy = [
             copied("frozen weights", partial(offload.frozen_storages, models), rarely_written=True),
@@ -65,7 +66,7 @@ class Residency:
         self._movable = [
             *([self._gradients] if config.offload_grad else []),
             *([self._reference] if config.offload_model else []),
-            *([self._teacher] if teacher and (config.offload_model or config.offload_teacher_model) else []),
+            *(own_of_teacher if config.offload_model or config.offload_teacher_model else []),
             *([self._optimizer] if config.offload_optimizer else []),
             *(self._policy if config.offload_model else []),
         ]
@@ -117,7 +118,10 @@ class Residency:
         self._reload_frozen(self._reference)
 
     def for_teacher(self) -> None:
-        self._reload_frozen(self._teacher)
+        if self._teacher is None:
+            self.for_inference()
+        else:
+            self._reload_frozen(self._teacher)
 
     def for_training(self) -> None:
         """Reload everything that a training step reads; offload frozen policies if they do not fit."""

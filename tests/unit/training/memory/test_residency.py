@@ -98,6 +98,19 @@ def test_what_the_cache_lacks_is_offloaded_after_the_weight_sync(device: Device)
     assert logged[-1].startswith("After the weight sync: ") and logged[-1].endswith("the trainer offloads weights")
 
 
+@pytest.mark.parametrize("is_reference", [False, True])
+def test_a_teacher_loads_the_reference_only_if_it_is_that(device: Device, is_reference: bool) -> None:
+    """One behind a server has no weights here."""
+    model, reference = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    inner = torch.optim.Adam(model.parameters())
+    optimizer: Any = SimpleNamespace(optimizer=inner, zero_grad=inner.zero_grad)
+    teacher = [reference] * is_reference
+    residency = Residency(EVERYTHING, [model], [reference], optimizer, print, device.free_memory, teacher)
+    residency.for_training()
+    residency.for_teacher()
+    assert offloaded(residency) == ["reference policy"] * (not is_reference)
+
+
 @pytest.mark.parametrize("flag", ["offload_model", "offload_teacher_model"])
 def test_frozen_policies_take_turns_unless_they_fit_beside_training(device: Device, flag: str) -> None:
     logged: list[str] = []
