@@ -82,6 +82,7 @@ def _engine(args: GRPOArguments, plan: batches.BatchSizes) -> config.VllmConfig:
         vllm_limit_mm_per_prompt=args.vllm_limit_mm_per_prompt or (media if args.is_multimodal else None),
         vllm_engine_kwargs=args.vllm_engine_kwargs or {},
         lora_rank=args.of(adapter.Adapter).slot,
+        base_differs=args.mcore_model is not None,
         hf_overrides=args.of(positions.Positions).overrides(args.model_config),
         returns_experts=args.of(routing.Routing).requested(1) > 0,
         has_experts=args.model_shape.experts is not None,

@@ -18,6 +18,7 @@ class Adapter(Flags):
     adapters: list[str]
     mcore_adapter: str | None
     mcore_model: str | None
+    vllm_mode: str | None
     ref_adapters: list[str]
     lora_rank: int
     lora_dropout: Annotated[float, Range(0, 0, high=1, below_high=True)] = flag(
@@ -67,7 +68,7 @@ class Adapter(Flags):
 
     @rule
     def vllm_can_run_the_adapter(self) -> Faults:
-        """With --vllm_enable_lora, vLLM loads the checkpoint and receives only the adapter."""
+        """With --vllm_enable_lora, vLLM loads --model, and a server receives only the adapter."""
         if not self.vllm_enable_lora:
             return
         if not self.exists:
@@ -77,10 +78,10 @@ class Adapter(Flags):
                 f"--vllm_enable_lora true: vLLM supports adapters up to rank {VLLM_LORA_RANKS[-1]}, and --lora_rank is "
                 f"{self.lora_rank}; use --vllm_enable_lora false, which merges the adapter"
             )
-        elif self.mcore_model is not None:
+        elif self.mcore_model is not None and self.vllm_mode == "server":
             yield (
-                "--vllm_enable_lora true: vLLM would apply the adapter to --model, and the trainer applies it to "
-                f"--mcore_model {self.mcore_model}; use --vllm_enable_lora false, which sends merged weights"
+                "--vllm_enable_lora true: a server would apply the adapter to its --model, and the trainer applies it "
+                f"to --mcore_model {self.mcore_model}; use --vllm_enable_lora false, which sends merged weights"
             )
         elif self.sync_check == "full":
             yield (

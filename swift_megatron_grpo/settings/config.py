@@ -47,6 +47,7 @@ class VllmConfig(Engine):
     vllm_engine_kwargs: dict[str, Any]
     rollout_quantization: Quantization = "none"
     lora_rank: int | None = None  # rank of the adapter slot; None: adapters are merged into the weights
+    base_differs: bool = False  # from `model_dir`: the weights below an adapter in its slot
     hf_overrides: dict[str, Any] = field(default_factory=dict)  # values of config.json that this run changes
     returns_experts: bool = False  # the engine reports which experts its routers choose
     has_experts: bool = False

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.support.runs import PLUGINS, REWARDS, megatron_rlhf
+from tests.support.runs import CANNED, PLUGINS, REWARDS, megatron_rlhf
 
 SETTINGS = ["--tuner_type", "lora", "--lora_rank", "8", "--lora_alpha", "16", "--use_rslora", "true",
             "--lora_dropout", "0.1", "--torch_dtype", "float32", "--fp16", "false", "--lr", "1e-2",
@@ -56,6 +56,18 @@ def test_base_and_adapter_are_sent_again_after_a_sleep_discards_both(
         dense, dataset, folder / f"lost-{vllm_ranks}", 2, [*flags, *discards], {"BASE_STAYS_LOST": "1"}
     )
     assert lost.code != 0 and "failed its check twice" in lost.output
+
+
+@pytest.mark.e2e
+def test_vllm_applies_an_adapter_to_the_weights_of_mcore_model(folder: Path, dense: Path, dataset: Path) -> None:
+    steep = ["--lr", "1e-1", "--train_iters", "1", "--save_steps", "1", "--save_safetensors", "false", *CANNED]
+    full = megatron_rlhf(dense, dataset, folder / "full", 1, ["--torch_dtype", "float32", "--fp16", "false", *steep])
+    assert full.code == 0, full.output[-3000:]
+    flags = [*SETTINGS, "--lora_dropout", "0", "--vllm_enable_lora", "true", "--mcore_model", str(full.last_checkpoint)]
+    run = megatron_rlhf(dense, dataset, folder / "above-full", 1, flags)
+    assert run.code == 0, run.output[-3000:]
+    differences = [step["sync_check/mean_diff"] for step in run.log]
+    assert len(differences) == 3 and max(differences) < 1e-5
 
 
 @pytest.mark.e2e

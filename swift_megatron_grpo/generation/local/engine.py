@@ -83,8 +83,9 @@ class LocalVllm:
         layers = layers_that_quantize(model, self._engine.engine.vllm_config)
         self._model = WithPredictionLayers(model, drafter_of(self._worker).model) if config.predicts_drafts else model
         self._loaded_weights = LoadedWeights(self._model, config.torch_dtype, self._name, layers)
-        loses_base = config.lora_rank is not None and self._sleep_level == 2
-        self._tables = DiscardedTables(self._worker) if loses_base else None
+        has_slot = config.lora_rank is not None
+        self._tables = DiscardedTables(self._worker) if has_slot and self._sleep_level == 2 else None
+        self._base_differs = has_slot and config.base_differs
 
     @property
     def memory_to_wake(self) -> int:
@@ -141,7 +142,7 @@ class LocalVllm:
 
     @property
     def lacks_base(self) -> bool:
-        return self._tables is not None and self._weights_version == NO_WEIGHTS
+        return (self._tables is not None or self._base_differs) and self._weights_version == NO_WEIGHTS
 
     def load_base(self, weights: NamedWeights) -> None:
         with without_adapter(self._engine.inner_model):

@@ -248,7 +248,7 @@ def test_a_virtual_pipeline_needs_groups_of_micro_batches() -> None:
     [
         ({"tuner_type": "full"}, "--vllm_enable_lora true requires --tuner_type lora"),
         ({"lora_rank": 1024}, "up to rank 512, and --lora_rank is 1024"),
-        ({"mcore_model": "m"}, "adapter to --model, and the trainer applies it to --mcore_model m"),
+        ({"mcore_model": "m", "vllm_mode": "server"}, "to its --model, and the trainer applies it to --mcore_model m"),
         ({"sync_check": "full"}, "use --sync_check canary, or --vllm_enable_lora false"),
     ],
 )
