@@ -10,6 +10,7 @@ import re
 import statistics
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,18 @@ def read_steps(arm: str, output: Path, save_every: int) -> dict[str, list[float]
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
     if arm == "verl":
         return _verl([row["data"] for row in rows])
-    rows = [row for row in rows if "reward" in row]  # not the summary at the end
+    rows = rows_of_steps(rows)
     if arm == "trl":
         ends = [row["seconds"] for row in rows]
     else:
         ends = [float(row["train_speed(s/it)"]) * int(row["iteration"].split("/")[0]) for row in rows]
     return _series(rows, SWIFT, without_saving(ends, save_every))
+
+
+def rows_of_steps(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of training steps. Further steps of a rollout have what was logged when it was generated."""
+    steps = (row for row in rows if "learning_rate" in row)  # not evaluations, nor the summary at the end
+    return list(accumulate(steps, or_))
 
 
 def without_saving(ends: Sequence[float], save_every: int) -> list[float]:

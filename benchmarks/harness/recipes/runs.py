@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.learning.steps import checkpoints, read_steps
+from benchmarks.harness.learning.steps import checkpoints, read_steps, rows_of_steps
 
 SETTINGS = ("tuner_type", "torch_dtype", "lr", "train_iters", "num_generations", "global_batch_size", "max_length",
             "max_completion_length", "eval_steps", "seed")  # fmt: skip
@@ -37,11 +37,10 @@ def logged(output: Path) -> dict[str, Any]:
     """Return the settings and the series of a run: one value per step, and the accuracy of each evaluation."""
     arguments = json.loads((output / "args.json").read_text()) if (output / "args.json").is_file() else {}
     log = read_rows(output / "logging.jsonl")
-    steps = [row for row in log if "reward" in row]
     return {
         "settings": {name: arguments.get(name) for name in SETTINGS},
         **read_steps("ours", output, int(arguments.get("eval_steps") or 1)),
-        "uniform": [round(float(row["frac_reward_zero_std"]), 4) for row in steps],
+        "uniform": [round(float(row["frac_reward_zero_std"]), 4) for row in rows_of_steps(log)],
         "held_out": [
             {"step": int(row["iteration"].split("/")[0]), "accuracy": round(float(row["eval_pass@1"]), 4)}
             for row in log

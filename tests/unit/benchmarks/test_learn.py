@@ -149,6 +149,16 @@ def test_steps_are_read_from_the_log_of_each_trainer(tmp_path: Path) -> None:
     assert read_steps("stock", tmp_path / "nowhere", 60)["reward"] == []
 
 
+def test_further_steps_of_a_rollout_have_its_reward(tmp_path: Path) -> None:
+    """A rollout of --steps_per_generation 2 trains in two lines of the log."""
+    steps = [{"learning_rate": 1e-5, "iteration": f"{step}/4", "train_speed(s/it)": "0.5"} for step in range(1, 5)]
+    for step, reward in ((0, 0.25), (2, 0.5)):
+        steps[step] |= {"reward": reward, "completions/mean_length": 9.0}
+    (tmp_path / "logging.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
+    series = read_steps("ours", tmp_path, 60)
+    assert series["reward"] == [0.25, 0.25, 0.5, 0.5] and series["seconds"] == [0.5, 1.0, 1.5, 2.0]
+
+
 def test_a_step_that_begins_with_saving_counts_as_the_median_step() -> None:
     assert without_saving([3.0, 4.0, 9.0, 10.0, 17.0], save_every=2) == [3.0, 4.0, 5.0, 6.0, 7.0]
     assert without_saving([1.0, 2.0], save_every=2) == [1.0, 2.0] and without_saving([], save_every=2) == []
