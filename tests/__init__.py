@@ -15,4 +15,6 @@ scripts    published scripts of ms-swift, verl, slime and others
 
 A folder of tests holds test files and conftest.py only. A helper goes to `programs` if another process runs it, else to
 `support`; the stand-ins of a single unit test stay next to it.
+
+vLLM caches the processor of a model by its folder: two models in one process need two folders.
 """
