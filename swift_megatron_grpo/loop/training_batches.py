@@ -15,7 +15,7 @@ from swift_megatron_grpo.grading.token_baselines import energies, token_advantag
 from swift_megatron_grpo.loop.samples import as_teacher_reads, samples_of, without_routing
 from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.step_context import StepContext
-from swift_megatron_grpo.output.recording.unfinished import UnfinishedRollout, shared_settings
+from swift_megatron_grpo.output.recording.unfinished import OF_SAMPLES, UnfinishedRollout, shared_settings
 from swift_megatron_grpo.packing import completions
 from swift_megatron_grpo.packing.outlines import Outline, changed
 from swift_megatron_grpo.settings.algorithm import OPTIMAL_TOKEN
@@ -56,17 +56,10 @@ class TrainingBatches:
     def resume(self, unfinished: UnfinishedRollout, step: StepContext) -> None:
         """Queue the steps that are left of a rollout that a checkpoint has interrupted, with its old log-probs."""
         batches = self._batches_of(unfinished.graded)
-        for sample, old_logprobs in zip(chain.from_iterable(batches), unfinished.old_logprobs, strict=True):
-            sample.old_logprobs = old_logprobs
-        if unfinished.token_advantages:
-            for sample, advantages in zip(chain.from_iterable(batches), unfinished.token_advantages, strict=True):
-                sample.token_advantages = advantages
-        if unfinished.teacher_ratios:
-            for sample, ratios in zip(chain.from_iterable(batches), unfinished.teacher_ratios, strict=True):
-                sample.teacher_ratios = ratios
-        if unfinished.teacher_logprobs:
-            for sample, logprobs in zip(chain.from_iterable(batches), unfinished.teacher_logprobs, strict=True):
-                sample.teacher_logprobs = logprobs
+        for name in OF_SAMPLES:
+            if of_samples := getattr(unfinished, name):
+                for sample, values in zip(chain.from_iterable(batches), of_samples, strict=True):
+                    setattr(sample, name, values)
         self._queue(unfinished.number, unfinished.graded, batches, unfinished.from_engine, step)
 
     def unfinished(self, weights_version: int) -> UnfinishedRollout | None:

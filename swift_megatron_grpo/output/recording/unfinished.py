@@ -19,6 +19,7 @@ from swift_megatron_grpo.settings.config import GRPOConfig
 from swift_megatron_grpo.types import Graded, Prompt
 
 FILE = "unfinished_rollout.jsonl"
+OF_SAMPLES = ("old_logprobs", "teacher_ratios", "teacher_logprobs", "token_advantages")  # fields, also of a sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +59,7 @@ def save_unfinished(folder: Path, rollout: UnfinishedRollout | None, digests: ro
         "from_engine": rollout.from_engine,
         "rewards": [graded.reward for graded in rollout.graded],
         "advantages": [graded.advantage for graded in rollout.graded],
-        "old_logprobs": list(rollout.old_logprobs),
-        "teacher_ratios": list(rollout.teacher_ratios),
-        "teacher_logprobs": list(rollout.teacher_logprobs),
-        "token_advantages": list(rollout.token_advantages),
+        **{name: list(getattr(rollout, name)) for name in OF_SAMPLES},
     }
     write_durably(path, [json.dumps(values) + "\n", *rows.to_lines(rollout.graded, digests)])
 
@@ -95,9 +93,8 @@ def read_unfinished(
         prompt = find_prompt(rows.parsed(line)["prompt_id"])
         rollout, rewards = rows.from_line(line, prompt, images(prompt), limits)
         graded.append(Graded(rollout, rewards, reward, advantage))
-    names = ("teacher_ratios", "teacher_logprobs", "token_advantages")  # checkpoints of 0.1.0 have none
-    more = {name: values.get(name, []) for name in names}
-    return UnfinishedRollout(number, settings, graded, values["old_logprobs"], values["from_engine"], **more)
+    of_samples = {name: values.get(name, []) for name in OF_SAMPLES}  # checkpoints of 0.1.0 have the first alone
+    return UnfinishedRollout(number, settings, graded, from_engine=values["from_engine"], **of_samples)
 
 
 # ---- the logs of a run that resumes in its own folder: every step and every rollout stands there once
