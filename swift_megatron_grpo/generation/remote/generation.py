@@ -62,25 +62,22 @@ class _Payloads:
         self._videos = {name: [(digest_of(file), file) for file in files] for name, files in videos.items()}
         self._sampling = sampling
         self._has_turns = has_turns
-        self._images: dict[str, list[tuple[str, bytes]]] = {}  # by prompt
-        self._recordings: dict[str, list[tuple[str, bytes]]] = {}
+        self._media: dict[str, dict[str, list[tuple[str, bytes]]]] = {}  # by prompt, by kind
         self._requests: dict[str, dict[str, Any]] = {}  # by prompt
 
-    def images(self, prompt: Prompt) -> list[tuple[str, bytes]]:
-        if prompt.prompt_id not in self._images:
-            self._images[prompt.prompt_id] = files_of(prompt.row)
-        return self._images[prompt.prompt_id]
-
-    def recordings(self, prompt: Prompt) -> list[tuple[str, bytes]]:
-        if prompt.prompt_id not in self._recordings:
-            self._recordings[prompt.prompt_id] = heard_files_of(prompt.row)
-        return self._recordings[prompt.prompt_id]
+    def _media_of(self, prompt: Prompt) -> dict[str, list[tuple[str, bytes]]]:
+        name, row = prompt.prompt_id, prompt.row
+        if name not in self._media:
+            videos = self._videos.get(name, [])
+            self._media[name] = {"image": files_of(row), "video": videos, "audio": heard_files_of(row)}
+        return self._media[name]
 
     def media(self, prompt: Prompt) -> list[tuple[str, bytes]]:
-        return [*self.images(prompt), *self._videos.get(prompt.prompt_id, ()), *self.recordings(prompt)]
+        return list(itertools.chain.from_iterable(self._media_of(prompt).values()))
 
     def payload(self, request: Request, version: int) -> dict[str, Any]:
         sampling, name = self._sampling, request.prompt.prompt_id
+        media = self._media_of(request.prompt)
         text_only = replace(request, prompt=without_media(request.prompt))
         if not self._has_turns and name not in self._requests:  # with its uuid, which only schedulers read
             self._requests[name] = asdict(infer_request(text_only.prompt))
@@ -90,9 +87,7 @@ class _Payloads:
             "tokens_of_all_turns": (
                 sampling.max_completion_length if sampling.limits_conversations and self._has_turns else None
             ),
-            "image_digests": [digest for digest, _ in self.images(request.prompt)],
-            "audio_digests": [digest for digest, _ in self.recordings(request.prompt)],
-            "video_digests": [digest for digest, _ in self._videos.get(name, ())],
+            **{f"{kind}_digests": [digest for digest, _ in of_kind] for kind, of_kind in media.items()},
             "experts": request.returns_experts,
             "weights_version": version,
             "newer_weights": self._newer_weights,

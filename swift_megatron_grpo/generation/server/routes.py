@@ -167,16 +167,7 @@ class RolloutRoutes:
     async def _complete(self, run: messages.RunIdentity | None, body: schema.GenerateRequest) -> dict[str, Any]:
         # again: the event loop has served others in between
         self._require_weights(run, body.weights_version, body.newer_weights)
-        included = {
-            "request",
-            "sampling",
-            "tokens_of_all_turns",
-            "image_digests",
-            "audio_digests",
-            "video_digests",
-            "experts",
-        }
-        arguments = body.model_dump(include=included, exclude_unset=True)
+        arguments = body.model_dump(exclude={"weights_version", "newer_weights"}, exclude_unset=True)
         completion = await self._commands.call("generate", **arguments)
         self._health.record_token()
         return completion
