@@ -170,9 +170,12 @@ class Tiles(ImageFormat):
         return found.flatten(1), (len(found), *self.of_tile)
 
 
-def image_placeholder(processor: Any) -> int:
-    """Return the token that stands for a part of an image, which not every processor has as a number."""
-    return int(processor.tokenizer.convert_tokens_to_ids(processor.image_token))
+def placeholder_of(kind: str, processor: Any) -> int:
+    """Return the token that stands for a part of a medium, which not every processor has as a number.
+
+    `kind`: image, video or audio.
+    """
+    return int(processor.tokenizer.convert_tokens_to_ids(getattr(processor, f"{kind}_token")))
 
 
 def placeholder_texts(processor: Any) -> list[str]:
@@ -185,7 +188,7 @@ def image_format(template: Template) -> ImageFormat:
     processor = template.processor
     images = processor.image_processor
     name = type(images).__name__
-    placeholder = image_placeholder(processor)
+    placeholder = placeholder_of("image", processor)
     if name.startswith("GotOcr2"):
         side = isqrt(processor.image_seq_length) * MERGE
         ends = (processor.start_image_token_id,), (processor.end_image_token_id,)

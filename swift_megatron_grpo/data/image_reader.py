@@ -17,7 +17,7 @@ from PIL import Image
 from swift.template import Template
 
 from swift_megatron_grpo.data.encoders import encoder_of
-from swift_megatron_grpo.data.image_formats import MERGE, Grid, MismatchedImages, image_format
+from swift_megatron_grpo.data.image_formats import MERGE, Grid, MismatchedImages, image_format, placeholder_of
 from swift_megatron_grpo.data.images import digest_of, files_of, image_bytes, image_size, images_of
 from swift_megatron_grpo.data.recordings import (
     UnreadableRecording,
@@ -151,21 +151,11 @@ class ImageReader:
         tokens: list[int] = self._template.encode(dict(row))["input_ids"]
         return tokens
 
-    def placeholder_in_text(self, content: bytes) -> list[int]:
-        """Return the placeholder of an image and its neighbours in a prompt, which mark an image's start and end."""
-        return _with_neighbours(self.encode_prompt(_only_image(content)), self.format.placeholder)
-
-    def recording_in_text(self, heard: bytes) -> list[int]:
-        """Return the same for a recording."""
-        assert self.recordings is not None
-        row = {"messages": [{"role": "user", "content": "<audio>"}], "audios": [heard]}
-        return _with_neighbours(self.encode_prompt(row), self.recordings.placeholder)
-
-    def video_in_text(self, shown: bytes) -> list[int]:
-        """Return the same for a video."""
-        assert self.videos is not None
-        row = {"messages": [{"role": "user", "content": "<video>"}], "videos": [shown]}
-        return _with_neighbours(self.encode_prompt(row), self.videos.placeholder)
+    def placeholder_in_text(self, kind: str, content: bytes) -> list[int]:
+        """Return the placeholder of an image, video or audio and its neighbours in a prompt, its start and end."""
+        prompt = self.encode_prompt(_row_of(kind, content))
+        place = prompt.index(placeholder_of(kind, self._template.processor))
+        return prompt[place - 1 : place + 2]
 
     def frames(self, content: bytes, options: Mapping[str, Any]) -> list[ModelFrames | SoundPart]:
         """Return the frames of a video, and the parts of its sound, from its file.
@@ -197,7 +187,7 @@ class ImageReader:
 
     def _patches(self, content: bytes, options: dict[str, Any], grid: Grid) -> torch.Tensor:
         """Decode, resize and cut an image; the values stay bytes, a quarter of what the processor would return."""
-        [image] = self._template.encode({**_only_image(content), "chat_template_kwargs": options})["images"]
+        [image] = self._template.encode({**_row_of("image", content), "chat_template_kwargs": options})["images"]
         return self._cut(image, grid, resize=True)
 
     def _cut(self, image: Image.Image, grid: Grid, resize: bool) -> torch.Tensor:
@@ -232,13 +222,10 @@ def _filled(runs: Sequence[tuple[int, int]], media: Sequence[Medium]) -> list[Pl
     return placed
 
 
-def _only_image(content: bytes) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": "<image>"}], "images": [{"bytes": content, "path": None}]}
-
-
-def _with_neighbours(prompt: list[int], placeholder: int) -> list[int]:
-    place = prompt.index(placeholder)
-    return prompt[place - 1 : place + 2]
+def _row_of(kind: str, content: bytes) -> dict[str, Any]:
+    """Return a row with one medium."""
+    medium = {"bytes": content, "path": None} if kind == "image" else content
+    return {"messages": [{"role": "user", "content": f"<{kind}>"}], f"{kind}s": [medium]}
 
 
 def placeholder_runs(tokens: Sequence[int], placeholder: int) -> list[tuple[int, int]]:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from swift_megatron_grpo.data.image_formats import placeholder_of
 from swift_megatron_grpo.data.images import digest_of, element_bytes
 from swift_megatron_grpo.types import ModelRecording
 
@@ -182,8 +183,4 @@ def recording_format(processor: Any) -> RecordingFormat | None:
             f"the feature extractor takes {extractor.sampling_rate} samples per second, in frames of "
             f"{extractor.hop_length} and windows of {extractor.n_fft}; only {RATE}, {FRAME} and {_WINDOW} are supported"
         )
-    return RecordingFormat(extractor, recording_placeholder(processor))
-
-
-def recording_placeholder(processor: Any) -> int:
-    return int(processor.tokenizer.convert_tokens_to_ids(processor.audio_token))
+    return RecordingFormat(extractor, placeholder_of("audio", processor))

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from swift.template import Template
 
-from swift_megatron_grpo.data.image_formats import MERGE, channels_of
+from swift_megatron_grpo.data.image_formats import MERGE, channels_of, placeholder_of
 from swift_megatron_grpo.data.images import element_bytes
 from swift_megatron_grpo.data.recordings import FRAME, RATE, check_heard, samples_of, wav_of, with_silence
 from swift_megatron_grpo.data.recordings import SECONDS as SECONDS_OF_SOUND
@@ -415,10 +415,6 @@ class VideoFormat:
         return [*written, self.start, *shown, self.end]
 
 
-def video_placeholder(processor: Any) -> int:
-    return int(processor.tokenizer.convert_tokens_to_ids(processor.video_token))
-
-
 def video_format(template: Template) -> VideoFormat | None:
     """Return the way in which the processor of a template cuts videos; None: rows with videos are refused."""
     processor = template.processor
@@ -436,19 +432,10 @@ def video_format(template: Template) -> VideoFormat | None:
     if kind.startswith("Qwen3Omni"):
         texts = [processor.audio_bos_token, processor.audio_eos_token, processor.audio_token]
         sound = SoundTokens(*processor.tokenizer.convert_tokens_to_ids(texts))
-    placeholder = video_placeholder(processor)
-    writes_times = kind.startswith("Qwen3VL")
     return VideoFormat(
-        processor.video_processor,
-        processor.tokenizer,
-        start,
-        end,
-        placeholder,
-        per_second,
-        seconds_of_pair,
-        writes_times,
-        sound,
-    )
+        processor.video_processor, processor.tokenizer, start, end, placeholder_of("video", processor), per_second,
+        seconds_of_pair, writes_times=kind.startswith("Qwen3VL"), sound=sound,
+    )  # fmt: skip
 
 
 def shown_videos(template: Template, row: Mapping[str, Any]) -> list[bytes]:

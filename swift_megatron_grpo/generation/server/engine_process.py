@@ -23,10 +23,8 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
 
-from swift_megatron_grpo.data.image_formats import image_placeholder
+from swift_megatron_grpo.data.image_formats import placeholder_of
 from swift_megatron_grpo.data.images import portable_images
-from swift_megatron_grpo.data.recordings import recording_placeholder
-from swift_megatron_grpo.data.videos import video_placeholder
 from swift_megatron_grpo.generation.conversations.running import Conversations, NoRoom, current, has_room
 from swift_megatron_grpo.generation.protocol.messages import (
     MISSING_IMAGES,
@@ -385,13 +383,9 @@ class EngineCommands:
         self, tokens: list[int], image: str | None = None, recording: str | None = None, video: str | None = None
     ) -> dict[str, Any]:
         """Compute the text's log-probs on each data-parallel replica, because each has its own copy of the weights."""
-        processor = self._engine.template.processor
-        if image is not None and tokens.count(image_placeholder(processor)) != 1:
-            raise InvalidRequest("'tokens' must have one placeholder of the image")
-        if recording is not None and tokens.count(recording_placeholder(processor)) != 1:
-            raise InvalidRequest("'tokens' must have one placeholder of the recording")
-        if video is not None and tokens.count(video_placeholder(processor)) != 1:
-            raise InvalidRequest("'tokens' must have one placeholder of the video")
+        for kind, medium in (("image", image), ("audio", recording), ("video", video)):
+            if medium is not None and tokens.count(placeholder_of(kind, self._engine.template.processor)) != 1:
+                raise InvalidRequest(f"'tokens' must have one placeholder of the {kind}")
         files = (None if file is None else base64.b64decode(file) for file in (image, recording, video))
         text = ScoredText(tokens, *files)
         replicas = self._engine.engine.vllm_config.parallel_config.data_parallel_size

@@ -15,8 +15,9 @@ from swift.infer_engine import GRPOVllmEngine, RequestConfig
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
+from swift_megatron_grpo.data.image_formats import placeholder_of
 from swift_megatron_grpo.data.recordings import RATE, samples_of
-from swift_megatron_grpo.data.videos import Frames, for_engine, video_placeholder
+from swift_megatron_grpo.data.videos import Frames, for_engine
 from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS, Completion
 from swift_megatron_grpo.generation.vllm.images import drops_marks_of_videos
 from swift_megatron_grpo.types import ScoredText
@@ -81,7 +82,7 @@ def scoring_input(text: ScoredText, processor: Any) -> dict[str, Any]:
             media["audio"] = [(samples_of(sound), RATE)]
             options["use_audio_in_video"] = True
         if drops_marks_of_videos(processor):
-            start = text.tokens.index(video_placeholder(processor)) - 1
+            start = text.tokens.index(placeholder_of("video", processor)) - 1
             end = start + 2  # the marks around the placeholder, which have to be there twice
             prompt["prompt_token_ids"] = [*text.tokens[: start + 1], *text.tokens[start : end + 1], *text.tokens[end:]]
         options["do_sample_frames"] = False

@@ -103,13 +103,13 @@ def build_canary(
     shown: list[int] = []  # as a request has it
     read: list[Medium] = []
     if image is not None:
-        shown += image_reader.placeholder_in_text(image)
+        shown += image_reader.placeholder_in_text("image", image)
         read.append(image_reader.exact(image))
     if video is not None:
-        shown += image_reader.video_in_text(video)
+        shown += image_reader.placeholder_in_text("video", video)
         read += image_reader.frames(video, {})
     if recording is not None:
-        shown += image_reader.recording_in_text(recording)
+        shown += image_reader.placeholder_in_text("audio", recording)
         read.append(image_reader.recording(recording))
     expanded = image_reader.expand(shown, read)  # as the model reads it
     behind = max(CANARY_TOKENS - len(expanded), _LEAST_TEXT)

@@ -48,7 +48,7 @@ def test_a_text_to_score_has_one_place_for_its_image(tokens: list[int]) -> None:
 
 @pytest.mark.parametrize("tokens", [[1, 2], [8, 1, 8]])
 def test_a_text_to_score_has_one_place_for_its_recording(tokens: list[int]) -> None:
-    with pytest.raises(InvalidRequest, match="'tokens' must have one placeholder of the recording"):
+    with pytest.raises(InvalidRequest, match="'tokens' must have one placeholder of the audio"):
         run(lambda commands: commands.commands["score_text"](tokens=tokens, recording="UklGRg=="))
 
 
