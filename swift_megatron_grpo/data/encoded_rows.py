@@ -23,8 +23,8 @@ from swift_megatron_grpo.data.images import (
     UnreadableImage,
     check_sent,
     check_whole,
+    file_name,
     image_bytes,
-    image_name,
     images_of,
     with_listed_images,
 )
@@ -117,9 +117,9 @@ def check_row(
             if sent:
                 check_sent(files[-1], MAX_PIXELS, most_bytes=MAX_BYTES)
         except UnreadableImage as error:
-            return ImagesOfRow(images, problem=f"has the image {image_name(source)}, which {error}")
+            return ImagesOfRow(images, problem=f"has the image {file_name(source)}, which {error}")
         except ValueError as error:
-            return ImagesOfRow(images, problem=f"has the image {image_name(source)}, which servers refuse: it {error}")
+            return ImagesOfRow(images, problem=f"has the image {file_name(source)}, which servers refuse: it {error}")
     try:
         read = reader.read(row, files)
     except ValueError as error:  # of the processor: sides too different

@@ -55,38 +55,26 @@ def with_listed_images(row: dict[str, Any]) -> dict[str, Any]:
 
 def image_bytes(source: Any) -> bytes:
     """Return the file of an image. A PIL image becomes a PNG, which loses nothing."""
-    if isinstance(source, dict):
-        source = source.get("bytes") or source.get("path")
     if isinstance(source, Image.Image):
         file = BytesIO()
         source.save(file, format="PNG")
         return file.getvalue()
-    if not source or not isinstance(source, str | bytes):
-        raise UnreadableImage(f"is {type(source).__name__}, neither a path, a URL, base64, bytes nor a PIL image")
-    try:
-        return file_of(source)
-    except Exception as error:  # whatever a file system, a download or base64 raises
-        raise UnreadableImage(f"cannot be read: {image_name(source)}: {_reason(error)}") from error
+    return file_bytes(source, UnreadableImage)
 
 
-def file_of(source: str | bytes) -> bytes:
-    """Return the content of a path, a URL or base64, or bytes as they are."""
-    if isinstance(source, str) and _is_read_as_base64(source):
-        b64decode("".join(source.split()), validate=True)
-    content: bytes = load_file(source).getvalue()
-    return content
-
-
-def element_bytes(source: Any, unreadable: type[ValueError]) -> bytes:
-    """Return the file of an element of a row's videos or recordings."""
+def file_bytes(source: Any, unreadable: type[ValueError]) -> bytes:
+    """Return the file of an image, a video or a recording: of a path, a URL or base64, or bytes as they are."""
     if isinstance(source, dict):
         source = source.get("bytes") or source.get("path")
     if not source or not isinstance(source, str | bytes):
         raise unreadable(f"is {type(source).__name__}, neither a path, a URL, base64 nor bytes")
     try:
-        return file_of(source)
+        if isinstance(source, str) and _is_read_as_base64(source):
+            b64decode("".join(source.split()), validate=True)
+        content: bytes = load_file(source).getvalue()
+        return content
     except Exception as error:  # whatever a file system, a download or base64 raises
-        raise unreadable(f"cannot be read: {type(error).__name__}") from error
+        raise unreadable(f"cannot be read: {file_name(source)}: {_reason(error)}") from error
 
 
 def _is_read_as_base64(source: str) -> bool:
@@ -100,8 +88,8 @@ def _reason(error: Exception) -> str:
     return f"no such file in {Path.cwd()} or $ROOT_IMAGE_DIR, and not base64"
 
 
-def image_name(source: object) -> str:
-    """Return how an error names an image of a row."""
+def file_name(source: object) -> str:
+    """Return how an error names a file of a row."""
     if isinstance(source, dict):
         source = source.get("path") or source.get("bytes")
     if not isinstance(source, str):

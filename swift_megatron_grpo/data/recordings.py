@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from swift_megatron_grpo.data.image_formats import placeholder_of
-from swift_megatron_grpo.data.images import digest_of, element_bytes
+from swift_megatron_grpo.data.images import digest_of, file_bytes
 from swift_megatron_grpo.types import ModelRecording
 
 RATE = 16_000  # samples per second that a model hears
@@ -44,7 +44,7 @@ def recordings_of(row: Mapping[str, Any]) -> list[Any]:
 
 def recording_bytes(source: Any) -> bytes:
     """Return the file of a recording."""
-    return element_bytes(source, UnreadableRecording)
+    return file_bytes(source, UnreadableRecording)
 
 
 def check_header(content: bytes) -> None:

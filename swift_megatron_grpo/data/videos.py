@@ -27,7 +27,7 @@ import torch
 from swift.template import Template
 
 from swift_megatron_grpo.data.image_formats import MERGE, channels_of, placeholder_of
-from swift_megatron_grpo.data.images import element_bytes
+from swift_megatron_grpo.data.images import file_bytes
 from swift_megatron_grpo.data.recordings import FRAME, RATE, check_heard, samples_of, wav_of, with_silence
 from swift_megatron_grpo.data.recordings import SECONDS as SECONDS_OF_SOUND
 from swift_megatron_grpo.runtime.replaced import replaced
@@ -63,7 +63,7 @@ def options_of(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def video_bytes(source: Any) -> bytes:
     """Return the file of a video."""
-    return element_bytes(source, UnreadableVideo)
+    return file_bytes(source, UnreadableVideo)
 
 
 @dataclass(frozen=True, slots=True)
