@@ -26,7 +26,6 @@ from swift.megatron.model.utils import ModelConfig  # of mcore-bridge
 from swift.model import MODEL_MAPPING
 from swift.rewards import ORM, AsyncORM, orms
 from swift.rlhf_trainers.utils import resolve_reward_funcs
-from swift.rollout import MultiTurnScheduler, envs, multi_turns
 from swift.template import TEMPLATE_MAPPING
 from swift.utils import import_external_file
 
@@ -254,10 +253,7 @@ def _check_turns(args: DerivedArguments) -> None:
     if args.uses_servers:  # a server has its own schedulers and environments, and reports them later
         turns.check_max_turns(args.max_turns)
         return
-    batches = [name for name, each in multi_turns.items() if each.async_infer is not MultiTurnScheduler.async_infer]
-    turns.check_multi_turn(
-        args.multi_turn_scheduler, args.max_turns, args.use_gym_env, args.gym_env, multi_turns, envs, batches
-    )
+    turns.check_multi_turn(args)
 
 
 def check_agent_reads_text(scheduler: str | None, media: str | None) -> None:

@@ -2,33 +2,30 @@
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
+
+from swift.rollout import MultiTurnScheduler, envs, multi_turns
 
 
-def check_multi_turn(
-    scheduler: str | None,
-    max_turns: int | None,
-    use_gym_env: bool | None,
-    gym_env: str | None,
-    schedulers: Iterable[str],
-    environments: Iterable[str],
-    of_groups: Iterable[str] = (),
-) -> None:
+def check_multi_turn(args: Any) -> None:
     """Raise ValueError if the multi-turn flags are inconsistent or name something unregistered."""
+    scheduler = args.multi_turn_scheduler
     if scheduler is None:
-        for flag, value in (("max_turns", max_turns), ("use_gym_env", use_gym_env), ("gym_env", gym_env)):
+        for flag in ("max_turns", "use_gym_env", "gym_env"):
+            value = getattr(args, flag)
             if value is not None and value is not False:
                 known = "with gym_scheduler or another one" if "gym" in flag else "with one of ms-swift's"
                 raise ValueError(f"--{flag} {value} needs multi-turn conversations; add --multi_turn_scheduler {known}")
         return
-    check_registered("multi_turn_scheduler", [scheduler], schedulers, "swift.rollout.multi_turn.multi_turns")
-    if gym_env is not None:
-        check_registered("gym_env", [gym_env], environments, "swift.rollout.gym_env.envs")
-    if scheduler in of_groups:
+    check_registered("multi_turn_scheduler", [scheduler], multi_turns, "swift.rollout.multi_turn.multi_turns")
+    if args.gym_env is not None:
+        check_registered("gym_env", [args.gym_env], envs, "swift.rollout.gym_env.envs")
+    if multi_turns[scheduler].async_infer is not MultiTurnScheduler.async_infer:
         raise ValueError(
             f"--multi_turn_scheduler {scheduler} answers whole batches in its own async_infer(), and here every "
             "request is one conversation; use a scheduler with run(), or with step() and on_turn_end()"
         )
-    check_max_turns(max_turns)
+    check_max_turns(args.max_turns)
 
 
 def check_max_turns(max_turns: int | None) -> None:

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 from swift.arguments import RolloutArguments
-from swift.rollout import MultiTurnScheduler, envs, multi_turns
 from swift.utils import import_external_file
 
 from swift_megatron_grpo.generation.conversations.agent_flag import scheduler_of
@@ -140,10 +139,7 @@ class GRPORolloutArguments(RolloutArguments):
         settings = parse_json_object(FLAG, self.vllm_engine_kwargs)
         drafts = draft_settings(self.drafts, self.vllm_max_num_seqs, predicted=False)
         self.vllm_engine_kwargs = settings | engine_settings(self.rollout_quantization) | drafts
-        batches = [name for name, each in multi_turns.items() if each.async_infer is not MultiTurnScheduler.async_infer]
-        check_multi_turn(
-            self.multi_turn_scheduler, self.max_turns, self.use_gym_env, self.gym_env, multi_turns, envs, batches
-        )
+        check_multi_turn(self)
         if _is_port_taken(self.host, port):
             raise ValueError(f"--port {port}: another process listens on it; use another port, or stop that process")
 

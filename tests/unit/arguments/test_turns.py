@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from swift.rollout import multi_turns
+from swift.rollout import MultiTurnScheduler, multi_turns
 
 from swift_megatron_grpo.arguments.environment import check_agent_reads_text
+from swift_megatron_grpo.generation.conversations import checks
 from swift_megatron_grpo.generation.conversations.agents import register_agent
-from swift_megatron_grpo.generation.conversations.checks import check_multi_turn
 
 
-def test_conversation_flags_name_registered_schedulers_and_environments() -> None:
+def test_conversation_flags_name_registered_schedulers_and_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OfBatches(MultiTurnScheduler):
+        async def async_infer(self, *_: Any, **__: Any) -> Any: ...
+
+    monkeypatch.setattr(checks, "multi_turns", {"a": MultiTurnScheduler, "b": OfBatches})
+    monkeypatch.setattr(checks, "envs", {"e": object})
+
     def check(scheduler: str | None = None, **flags: Any) -> None:
         given = {"max_turns": None, "use_gym_env": None, "gym_env": None, **flags}
-        check_multi_turn(scheduler, **given, schedulers=["a", "b"], of_groups=["b"], environments=["e"])
+        checks.check_multi_turn(SimpleNamespace(multi_turn_scheduler=scheduler, **given))
 
     check()
     check("a", max_turns=3, gym_env="e", use_gym_env=True)
