@@ -24,7 +24,6 @@ from megatron.core.extensions.transformer_engine import TEGroupedLinear
 from swift_megatron_grpo.weights.stacked_tensors import stacked
 
 ALIGNMENT = 16  # bytes, of the rows that the kernels read
-HAS_GROUPED_PRODUCT = hasattr(F, "grouped_mm")  # from torch 2.10 on
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +100,7 @@ class GroupedLinear:
 
 def kernels_take(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return True if x [tokens, in] may be multiplied by experts' weights like this one, [out, in]."""
-    if x.dtype != weight.dtype or not len(x) or not HAS_GROUPED_PRODUCT:
+    if x.dtype != weight.dtype or not len(x):
         return False
     aligned = all(features * weight.element_size() % ALIGNMENT == 0 for features in weight.shape)
     return aligned and (not x.is_cuda or weight.dtype == torch.bfloat16)
