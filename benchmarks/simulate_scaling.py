@@ -30,8 +30,9 @@ from swift_megatron_grpo.grading.scores import Scores
 from swift_megatron_grpo.loop.bodies import Bodies
 from swift_megatron_grpo.loop.finished import Scored
 from swift_megatron_grpo.loop.samples import samples_of
+from swift_megatron_grpo.packing.arrays import pick
 from swift_megatron_grpo.packing.collate import count
-from swift_megatron_grpo.packing.completions import pick, spans
+from swift_megatron_grpo.packing.completions import spans
 from swift_megatron_grpo.packing.flops import FlopsModel
 from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_tokens
 from swift_megatron_grpo.settings.config import GradingConfig

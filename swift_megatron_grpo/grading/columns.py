@@ -35,9 +35,6 @@ class Rewards(Columns):
     def where(cls, valid: Bools, values: Floats) -> Rewards:
         return cls(np.where(valid, values, 0.0), valid)
 
-    def __len__(self) -> int:
-        return len(self.values)
-
     def without(self, places: Sequence[int]) -> Rewards:
         """Return these rewards, of which those at some places do not count."""
         valid = self.valid.copy()

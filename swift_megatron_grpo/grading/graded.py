@@ -10,7 +10,6 @@ import numpy as np
 
 from swift_megatron_grpo.grading.columns import Rewards
 from swift_megatron_grpo.grading.scores import Scores
-from swift_megatron_grpo.packing import completions
 from swift_megatron_grpo.packing.arrays import Columns
 from swift_megatron_grpo.packing.bins import Bools, Floats, Ints, Objects
 from swift_megatron_grpo.packing.completions import OutlinedRollouts
@@ -47,7 +46,7 @@ class Outcomes(Columns):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GradedRollouts(Sequence[Graded]):
+class GradedRollouts(Columns, Sequence[Graded]):
     """Completions with their rewards and advantages. An object is made whenever one is read."""
 
     rollouts: Sequence[Rollout]
@@ -63,9 +62,6 @@ class GradedRollouts(Sequence[Graded]):
         outcomes = Outcomes.of(rollouts, scores, Rewards.of([one.reward for one in every]))
         return cls(rollouts, outcomes, np.array([one.advantage for one in every], np.float64))
 
-    def __len__(self) -> int:
-        return len(self.rollouts)
-
     @overload
     def __getitem__(self, place: int) -> Graded: ...
     @overload
@@ -77,18 +73,6 @@ class GradedRollouts(Sequence[Graded]):
         outcomes = self.outcomes
         reward, advantage = outcomes.rewards.at(places), float(self.advantages[places])
         return Graded(self.rollouts[places], outcomes.scores.row(places), reward, advantage)
-
-    def pick(self, places: Ints) -> GradedRollouts:
-        rollouts = completions.pick(self.rollouts, places)
-        return GradedRollouts(rollouts, self.outcomes.pick(places), self.advantages[places])
-
-    @classmethod
-    def joined(cls, parts: Sequence[GradedRollouts]) -> GradedRollouts:
-        return cls(
-            completions.joined([part.rollouts for part in parts]),
-            Outcomes.joined([part.outcomes for part in parts]),
-            np.concatenate([part.advantages for part in parts]),
-        )
 
     def with_rewards(self, rewards: Rewards) -> GradedRollouts:
         return replace(self, outcomes=replace(self.outcomes, rewards=rewards))

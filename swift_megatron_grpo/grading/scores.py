@@ -40,9 +40,6 @@ class Scores(Columns):
         shape = completions, len(values) // max(completions, 1)
         return cls(values.reshape(shape), applies.reshape(shape))
 
-    def __len__(self) -> int:
-        return len(self.values)
-
     def row(self, place: int) -> ScoreRow:
         pairs = zip(self.values[place].tolist(), self.applies[place].tolist(), strict=True)
         return [value if applies else None for value, applies in pairs]

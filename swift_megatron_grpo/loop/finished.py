@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from swift_megatron_grpo.generation.interface import Share
 from swift_megatron_grpo.grading.scores import ScoreRow, Scores
-from swift_megatron_grpo.packing import completions
+from swift_megatron_grpo.packing.arrays import Columns
 from swift_megatron_grpo.packing.bins import Ints
 from swift_megatron_grpo.types import Rollout
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(Columns):
     """Completions in whole groups, whose members are neighbours."""
 
     indices: Ints
@@ -24,14 +24,6 @@ class Finished:
     @classmethod
     def of(cls, rollouts: Mapping[int, Rollout]) -> Finished:
         return cls(np.array(list(rollouts), np.int64), list(rollouts.values()))
-
-    @classmethod
-    def joined(cls, parts: Sequence[Finished]) -> Finished:
-        rollouts = completions.joined([part.rollouts for part in parts])
-        return cls(np.concatenate([part.indices for part in parts]), rollouts)
-
-    def __len__(self) -> int:
-        return len(self.indices)
 
     def graders(self, group_size: int, ranks: int) -> Ints:
         """Return the rank that grades each completion: an equal share of the groups, on which most of them are."""
@@ -44,7 +36,7 @@ NONE_FINISHED = Finished(np.zeros(0, np.int64), ())
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class Scored(Columns):
     """Completions with the scores of the reward functions."""
 
     indices: Ints
@@ -57,25 +49,12 @@ class Scored:
         finished = Finished.of({index: rollout for index, (rollout, _) in recorded.items()})
         return cls(finished.indices, finished.rollouts, Scores.of([row for _, row in recorded.values()], functions))
 
-    @classmethod
-    def joined(cls, parts: Sequence[Scored]) -> Scored:
-        return cls(
-            np.concatenate([part.indices for part in parts]),
-            completions.joined([part.rollouts for part in parts]),
-            Scores.joined([part.scores for part in parts]),
-        )
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
     def between(self, begin: int, end: int) -> Scored:
         """Return the completions with these indices in their order; the index `begin` becomes 0."""
         [places] = ((begin <= self.indices) & (self.indices < end)).nonzero()
         places = places[np.argsort(self.indices[places])]
-        if np.array_equal(places, np.arange(len(self))):
-            return Scored(self.indices - begin, self.rollouts, self.scores)
-        rollouts = completions.pick(self.rollouts, places)
-        return Scored(self.indices[places] - begin, rollouts, self.scores.pick(places))
+        chosen = self if np.array_equal(places, np.arange(len(self))) else self.pick(places)
+        return replace(chosen, indices=chosen.indices - begin)
 
     def rows(self) -> Iterator[tuple[Rollout, ScoreRow]]:
         return ((rollout, self.scores.row(place)) for place, rollout in enumerate(self.rollouts))

@@ -19,7 +19,7 @@ from swift_megatron_grpo.loop.run_ahead import RunAhead
 from swift_megatron_grpo.loop.spare_groups import SpareGroups
 from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.step_context import StepContext
-from swift_megatron_grpo.packing import completions
+from swift_megatron_grpo.packing.arrays import pick
 from swift_megatron_grpo.runtime.deadlines.interrupt import DeadlineExceeded
 from swift_megatron_grpo.settings.config import EvaluationConfig, GRPOConfig
 from swift_megatron_grpo.types import DraftCounts, Graded, Prompt, Rollout
@@ -140,7 +140,7 @@ class Rollouts:
         graders = finished.graders(group_size, coordinator.world_size)
         if bodies is not None:
             bodies.move_to(finished.rollouts, graders)
-        own = completions.pick(finished.rollouts, (graders == coordinator.rank).nonzero()[0])
+        own = pick(finished.rollouts, (graders == coordinator.rank).nonzero()[0])
         local = [rollout if bodies is None else bodies.whole(rollout) for rollout in own]
         with step.timer("grading"):
             gathered = coordinator.all_gather_or_raise(lambda: self._scores_of(local).to_bytes(), "grading")

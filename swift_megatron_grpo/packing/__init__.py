@@ -4,7 +4,7 @@ plan.py      which rank trains which sample in which micro batch
 bundles.py   the same for prompts that are shared within groups
 completions.py  completions that stay on their ranks as arrays, and objects of those that a rank needs
 outlines.py  samples as arrays of integers, and objects of those that a rank needs
-arrays.py   columns of equal length, picked from and joined together
+arrays.py    columns of equal length, and objects that are made when read: picked from and joined together
 bins.py      bins of one size on several ranks: the arithmetic of both
 flops.py     the cost of a sequence, for equal work on all ranks
 segments.py  the order of tokens in a micro batch: sequences, or prompts and their completions

@@ -8,13 +8,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate, chain
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from swift_megatron_grpo.packing.arrays import Columns
+from swift_megatron_grpo.packing.arrays import Columns, Outlined
 from swift_megatron_grpo.packing.bins import Bools, Ints, Objects
 from swift_megatron_grpo.types import Body, Rollout, Span
 
@@ -51,26 +50,14 @@ class Facts(Columns):
         )  # fmt: skip
 
 
-class OutlinedRollouts(Sequence[Rollout]):
-    """Completions without tokens of their own, each of which is made when it is first read, and kept."""
+class OutlinedRollouts(Outlined[Rollout]):
+    """Completions without tokens of their own."""
 
     def __init__(self, facts: Facts, make: Callable[[int], Rollout] | None = None) -> None:
+        super().__init__(len(facts), make or facts.rollout)
         self.facts = facts
-        self._made = cache(make or facts.rollout)
-
-    def __len__(self) -> int:
-        return len(self.facts.prompt)
-
-    @overload
-    def __getitem__(self, place: int) -> Rollout: ...
-    @overload
-    def __getitem__(self, place: slice) -> OutlinedRollouts: ...
-    def __getitem__(self, place: int | slice) -> Rollout | OutlinedRollouts:
-        places = range(len(self))[place]
-        return self.pick(np.array(places, np.int64)) if isinstance(places, range) else self._made(places)
 
     def pick(self, places: Ints) -> OutlinedRollouts:
-        """Return some of these completions: the same objects."""
         return OutlinedRollouts(self.facts.pick(places), lambda i: self[int(places[i])])
 
     @classmethod
@@ -83,19 +70,6 @@ class OutlinedRollouts(Sequence[Rollout]):
             return parts[part][i - edges[part]]
 
         return cls(Facts.joined([part.facts for part in parts]), find)
-
-
-def pick(rollouts: Sequence[Rollout], places: Ints) -> Sequence[Rollout]:
-    return rollouts.pick(places) if isinstance(rollouts, OutlinedRollouts) else [rollouts[i] for i in places.tolist()]
-
-
-def joined(parts: Sequence[Sequence[Rollout]]) -> Sequence[Rollout]:
-    """Return the completions of all parts, which are arrays if all parts are."""
-    filled = [part for part in parts if len(part)]
-    if len(filled) == 1:
-        return filled[0]
-    outlined = [part for part in filled if isinstance(part, OutlinedRollouts)]
-    return OutlinedRollouts.joined(outlined) if outlined and len(outlined) == len(filled) else [*chain(*filled)]
 
 
 def versions(rollouts: Sequence[Rollout]) -> Ints:

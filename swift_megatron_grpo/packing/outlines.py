@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import overload
 
 import numpy as np
 
-from swift_megatron_grpo.packing.arrays import Columns
+from swift_megatron_grpo.packing.arrays import Columns, Outlined
 from swift_megatron_grpo.packing.bins import Bools, Ints
 from swift_megatron_grpo.types import Sample
 
@@ -62,36 +61,16 @@ class Prompts(Columns):
         return np.where(one_prompt, both, 0)
 
 
-class OutlinedSamples(Sequence[Sample]):
-    """Samples without tokens of their own, each of which is made when it is first read, and kept."""
+class OutlinedSamples(Outlined[Sample]):
+    """Samples without tokens of their own."""
 
     def __init__(self, outline: Outline, prompts: Prompts, make: Callable[[int], Sample]) -> None:
-        self.outline, self.prompts, self._make = outline, prompts, make
-        self._made: dict[int, Sample] = {}
+        super().__init__(len(outline), make)
+        self.outline, self.prompts = outline, prompts
 
-    def __len__(self) -> int:
-        return len(self.outline.lengths)
-
-    @overload
-    def __getitem__(self, place: int) -> Sample: ...
-    @overload
-    def __getitem__(self, place: slice) -> OutlinedSamples: ...
-    def __getitem__(self, place: int | slice) -> Sample | OutlinedSamples:
-        places = range(len(self))[place]
-        if isinstance(places, range):
-            return self.pick(places)
-        if places not in self._made:
-            self._made[places] = self._make(places)
-        return self._made[places]
-
-    def pick(self, places: Sequence[int]) -> OutlinedSamples:
-        """Return some of these samples: the same objects."""
-        numbers = np.array(places, np.int64)
-        return OutlinedSamples(self.outline.pick(numbers), self.prompts.pick(numbers), lambda i: self[places[i]])
-
-
-def pick(samples: Sequence[Sample], places: Sequence[int]) -> Sequence[Sample]:
-    return samples.pick(places) if isinstance(samples, OutlinedSamples) else [samples[i] for i in places]
+    def pick(self, places: Ints) -> OutlinedSamples:
+        outline, prompts = self.outline.pick(places), self.prompts.pick(places)
+        return OutlinedSamples(outline, prompts, lambda i: self[int(places[i])])
 
 
 def changed(samples: Sequence[Sample], change: Callable[[Sample], Sample]) -> Sequence[Sample]:

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 from mcore_bridge import ModelConfig
 
+from swift_megatron_grpo.packing.arrays import pick
 from swift_megatron_grpo.packing.bins import Floats
 from swift_megatron_grpo.packing.bundles import SampleWork, plan_within, shared_if_worth_it
 from swift_megatron_grpo.packing.flops import DeltaNets, FlopsModel, VisionTowerFlops
-from swift_megatron_grpo.packing.outlines import Outline, pick
+from swift_megatron_grpo.packing.outlines import Outline
 from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count, refill, regroup
 from swift_megatron_grpo.packing.routing import layers_with_experts
 from swift_megatron_grpo.packing.segments import shared_with_previous
@@ -75,7 +76,7 @@ class Planner:
             shares = settings if plan.share_prompts else replace(settings, share_prompts_from=None)
 
             def fill(indices: Sequence[int], multiple: int) -> StepPlan:
-                chosen = pick(samples, indices)
+                chosen = pick(samples, np.array(indices, np.int64))
                 return self._plan_within(budget, chosen, ranks=1, multiple=multiple, settings=shares, train=False)
 
             return refill(plan, fill, self._group_size)

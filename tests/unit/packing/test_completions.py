@@ -7,12 +7,11 @@ import random
 import numpy as np
 import pytest
 
+from swift_megatron_grpo.packing.arrays import joined, pick
 from swift_megatron_grpo.packing.completions import (
     Facts,
     OutlinedRollouts,
     all_have_logprobs,
-    joined,
-    pick,
     spans,
     versions,
 )
@@ -70,5 +69,5 @@ def test_parts_have_the_same_objects(seed: int) -> None:
 def test_completions_with_tokens_make_a_list_of_the_parts() -> None:
     known = Rollout(Prompt("known", {}), [1], [2], [-1.0], "", "stop", 5)
     outlined = draw(random.Random(0), 3)
-    assert joined([outlined, [known]]) == [*outlined, known] and joined([]) == []
+    assert joined([outlined, [known]]) == [*outlined, known]
     assert versions([known]).tolist() == [5] and spans([known]).tokens.tolist() == [1]

@@ -12,9 +12,10 @@ from swift_megatron_grpo.grading.columns import Rewards
 from swift_megatron_grpo.grading.graded import GradedRollouts, Outcomes
 from swift_megatron_grpo.grading.scores import Scores
 from swift_megatron_grpo.loop.samples import samples_of
+from swift_megatron_grpo.packing.arrays import pick
 from swift_megatron_grpo.packing.collate import count, num_completions
 from swift_megatron_grpo.packing.completions import Facts, OutlinedRollouts
-from swift_megatron_grpo.packing.outlines import Outline, OutlinedSamples, changed, pick
+from swift_megatron_grpo.packing.outlines import Outline, OutlinedSamples, changed
 from swift_megatron_grpo.packing.segments import shared_with_previous
 from swift_megatron_grpo.types import Prompt, Sample
 
@@ -54,7 +55,7 @@ def test_integers_and_counts_are_those_of_the_objects(seed: int) -> None:
     assert count(samples) == count(objects) and num_completions(samples) == len(objects)
     assert shared_with_previous(samples).tolist() == shared_with_previous(objects).tolist()
     begin, end = sorted(rng.randrange(len(objects) + 1) for _ in range(2))
-    chosen = rng.sample(range(len(objects)), rng.randrange(1, len(objects) + 1))
+    chosen = np.array(rng.sample(range(len(objects)), rng.randrange(1, len(objects) + 1)))
     for part, of_objects in ((samples[begin:end], objects[begin:end]), (pick(samples, chosen), pick(objects, chosen))):
         assert all(ours is theirs for ours, theirs in zip(part, of_objects, strict=True))
         assert shared_with_previous(part).tolist() == shared_with_previous(of_objects).tolist()
