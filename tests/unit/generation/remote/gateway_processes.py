@@ -141,7 +141,7 @@ def train(urls: list[str], transfers: int, fault: str, folder: str, seconds: flo
         ranks.all_gather(None)
     write(Path(folder, f"rank{ranks.rank}.json"), json.dumps(sorted(listening() - before)))
     stranger = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
-    write(Path(folder, "store"), repr(stranger.multi_get(stranger.list_keys())))
+    write(Path(folder, f"rank{ranks.rank}.store"), repr(stranger.multi_get(stranger.list_keys())))
     ranks.all_gather(None)
     engine.shutdown()
 

@@ -130,7 +130,7 @@ def test_strangers_find_no_more_of_a_gateway_than_of_rank_0(processes: Processes
     assert 0 < len(of_gateway) <= 2 * len(of_rank_0)  # it has joined its server twice
     assert {host for host, _ in of_gateway} == {"127.0.0.1"}
     secrets = [(processes.folder / f"{server}.secret").read_text() for server in (0, 1)]
-    held = (processes.folder / "store").read_text()
+    held = (processes.folder / "rank0.store").read_text()
     assert "b'closed'" in held and not any(secret in held for secret in secrets)
 
 
