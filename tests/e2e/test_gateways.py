@@ -99,7 +99,8 @@ def test_each_server_gets_checked_weights_from_its_machines_rank(
     assert len({row["reward"] for row in log}) > 1
 
 
-@pytest.mark.parametrize("fault", rest_nightly(["killed", "stopped"], ["stopped"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("fault", ["killed", "stopped"])
 def test_a_server_lost_in_a_transfer_comes_back_through_its_gateway(
     tmp_path: Path, dense: Path, dataset: Path, fault: str
 ) -> None:

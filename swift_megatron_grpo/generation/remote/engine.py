@@ -198,14 +198,8 @@ class RemoteVllm:
         """Begin the transfers of gateways, and connect them to their servers. Those that cannot leave it to rank 0."""
         assert self._events is not None
         new = [server for server in servers if server.connection is None and gateways.of_server[server.url] != 0]
-        joining = dict[str, Rendezvous]()
-        for server, answer in zip(new, self._events.run(self._open_all(new)), strict=True):
-            if isinstance(answer, Rendezvous):
-                joining[server.url] = answer
-            elif isinstance(answer, ServerFailure):
-                self._events.run(self._mark_lost(server, f"connecting for weights failed: {answer}"))
-            else:
-                raise answer
+        answers = self._events.run(self._let_gateways_join(new))
+        joining = {server.url: answer for server, answer in zip(new, answers, strict=True) if answer is not None}
         known = [one for server in servers if isinstance(one := server.connection, GatewayConnection)]
         joined = gateways.begin(known, joining)
         for server in new:
@@ -215,9 +209,15 @@ class RemoteVllm:
             elif connection is not None:
                 logger.warning(f"rollout server {server.url}: rank 0 connects to it for weights ({connection})")
 
-    async def _open_all(self, servers: Sequence[Server]) -> list[Rendezvous | BaseException]:
-        limit = min(self._config.timeout, _JOIN_SECONDS)
-        return await asyncio.gather(*(self._open_rendezvous(one, limit) for one in servers), return_exceptions=True)
+    async def _let_gateways_join(self, servers: Sequence[Server]) -> list[Rendezvous | None]:
+        return await asyncio.gather(*map(self._let_gateway_join, servers))
+
+    async def _let_gateway_join(self, server: Server) -> Rendezvous | None:
+        try:
+            return await self._open_rendezvous(server, min(self._config.timeout, _JOIN_SECONDS))
+        except ServerFailure as failure:
+            self._servers.mark_lost(server, f"connecting for weights failed: {failure}")
+            return None
 
     async def _open_rendezvous(self, server: Server, limit: float) -> Rendezvous:
         """Let a server expect a sender of weights."""
