@@ -100,6 +100,18 @@ def test_each_server_gets_checked_weights_from_its_machines_rank(
 
 
 @pytest.mark.nightly
+def test_weights_of_a_gateway_that_differ_from_rank_0s_end_the_run(tmp_path: Path, dense: Path, dataset: Path) -> None:
+    """Copies of data-parallel ranks have to be equal: checksums of all servers are compared with those of rank 0."""
+    plugins = ["--external_plugins", str(REWARDS), str(PLUGINS / "differing_copy.py")]
+    with started(tmp_path, dense) as (machines, servers):
+        run = train(machines, servers, dense, dataset, tmp_path, plugins)
+        code, printed = run[0].finish(300)
+    assert code != 0 and "weight sync 0 failed its check twice" in printed
+    assert f" {servers[1].url}: the engine holds other values than were sent: model.layers.1.mlp.up_proj" in printed
+    assert f" {servers[0].url}: the engine" not in printed
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("fault", ["killed", "stopped"])
 def test_a_server_lost_in_a_transfer_comes_back_through_its_gateway(
     tmp_path: Path, dense: Path, dataset: Path, fault: str
