@@ -21,6 +21,8 @@ bench_waits.py              rollouts with and without what keeps them from waiti
 waits_chain.sh              all runs of bench_waits.py in one or two rentals of GPUs
 two_stacks.py               whole steps with two stacks (torch, vLLM) on one machine, for docs/versions.md
 two_stacks_chain.sh         all runs of two_stacks.py, in turns
+drafts.py                   training and generation with drafts and without, for docs/speculation.md
+drafts_chain.sh             all runs of drafts.py in one rental of GPUs
 gpu_tests.py                tests of tests/gpu, with a record of what ran where
 simulate_scaling.py         balance, messages and gradients of up to 4,096 ranks, for docs/scaling.md
 simulate_split.py           the share of GPUs for servers, against colocation, for docs/async.md

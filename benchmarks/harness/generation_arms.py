@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,8 @@ class GenerationJob:
     memory_share: float  # of the GPU, for each of the two engines
     dtype: str
     eager: bool
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)  # of vLLM
+    drafts: int = 0  # the most of a request in a step
 
 
 def prompts_of(job: GenerationJob, number: int) -> list[Any]:
@@ -72,7 +74,7 @@ def end_at_longest_length() -> None:
 
 def serve_in_process(model: str, job: GenerationJob) -> None:
     """Build a trainer's engine. For each number on standard input generate a round, and print its time."""
-    engine = _colocated_engine(model, job)
+    engine = colocated_engine(model, job)
     sampling = sampling_of(job)
     print("READY", flush=True)
     from swift_megatron_grpo.generation.interface import requests_for
@@ -105,7 +107,7 @@ def profiled(engine: Any, job: GenerationJob) -> dict[str, Any]:
     return {**kernels_of(partial(generate, -1), short.tokens), "host": functions_of(partial(generate, -2))}
 
 
-def _colocated_engine(model: str, job: GenerationJob) -> Any:
+def colocated_engine(model: str, job: GenerationJob) -> Any:
     import torch
     import torch.distributed as dist
 
@@ -130,7 +132,8 @@ def _colocated_engine(model: str, job: GenerationJob) -> Any:
     config = VllmConfig(
         model_dir=model, model_type="qwen3", torch_dtype=getattr(torch, job.dtype), seed=1, vllm_mode="colocate",
         vllm_gpu_memory_utilization=job.memory_share, vllm_max_model_len=job.max_model_len,
-        vllm_max_num_seqs=job.max_num_seqs, vllm_enforce_eager=job.eager, vllm_engine_kwargs={},
+        vllm_max_num_seqs=job.max_num_seqs, vllm_enforce_eager=job.eager,
+        vllm_engine_kwargs=job.engine_kwargs, drafts=job.drafts,
     )  # fmt: skip
     template = get_template(get_processor(model, model_type="qwen3"), template_type="qwen3")
     return LocalVllm(config, template, StopRequest(Coordinator(timedelta(seconds=60)), grace=120.0))
