@@ -277,6 +277,7 @@ def test_the_judge_of_the_template_asks_and_reads_the_last_grade() -> None:
         "benchmarks/recipes_chain.sh",
         "benchmarks/waits_chain.sh",
         "benchmarks/drafts_chain.sh",
+        "benchmarks/two_stacks_chain.sh",
     ],
 )
 def test_shell_scripts_are_executable_strict_and_parse(path: str) -> None:
