@@ -80,8 +80,8 @@ class LossOfMachine:
     def _end(self, reason: str, line: str) -> bool:
         assert self._machines is not None
         self._end_ranks()
+        self._machines.end(reason)  # torch may print a warning about a store that does not answer
         self._print(line)
-        self._machines.end(reason)
         return True
 
     def _waited(self, what: str, seen: str | None) -> bool:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from swift_megatron_grpo.plugin.lost_machine import LossOfMachine
 from tests.support.machines import Machines, Processes, Started, ended, namespaces, needs_namespaces, two_machines
 from tests.unit.output.checkpoints.test_newest import saved
 
@@ -106,6 +108,29 @@ def closing_line(output: str) -> str:
     """Return the last line of a torchrun that has ended, and check that it prints neither tracebacks nor tables."""
     assert "Traceback" not in output and "ChildFailedError" not in output and "gloo" not in output, output
     return output.rstrip("\n").rpartition("\n")[2]
+
+
+def test_the_line_is_the_last_one_after_a_warning_of_torch(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    class OutOfReach:
+        """Machines behind a store that does not answer."""
+
+        def look(self) -> None: ...
+
+        def ended(self) -> None: ...
+
+        def news(self, end_after: float) -> list[str]:
+            return []
+
+        def lost(self, seconds: float) -> str:
+            return "machine 1 is lost"
+
+        def end(self, reason: str) -> None:
+            said.append("[c10d] waitForInput: timed out after 10000ms")
+
+    loss = LossOfMachine(cast(Any, OutOfReach()), [], tmp_path, lambda: None, said.append)
+    assert loss.ends_run() and len(said) == 2 and said[-1].startswith("machine 1 is lost. The ranks of this machine")
 
 
 @pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.nightly), 1])
