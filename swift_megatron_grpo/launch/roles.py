@@ -35,6 +35,7 @@ _OF_TRAINER = ("vllm_mode", "vllm_request_timeout")
 _ADDRESSES = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")
 _OF_PLACES = ("host", "port")  # of a server, which the launch chooses
 _FLAG = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+_TYPED = re.compile(r"--[A-Za-z][\w.-]*")
 _RANGE = re.compile(r"(?:list\()?range\(\s*(\d+)\s*(?:,\s*(\d+)\s*)?\)\)?")
 _MOST_GPUS = 2**20
 
@@ -317,14 +318,19 @@ def _word(value: Any) -> str:
     return json.dumps(value) if isinstance(value, dict | list) else str(value)
 
 
-def flags_of(words: Sequence[str]) -> dict[str, Any]:
-    """Return the flags of a command line. One that is repeated has the last value, as for ms-swift's parser."""
-    flags: dict[str, Any] = {}
+def read_flags(words: Sequence[str]) -> dict[str, list[str]]:
+    """Return the values of the flags of a command line, as ms-swift's parser reads it: the last occurrence counts."""
+    flags: dict[str, list[str]] = {}
     values: list[str] = []
     for word in words:
         name, equals, value = word.partition("=")
-        if word.startswith("--") and _FLAG.fullmatch(name[2:].replace("-", "_")):
+        if _TYPED.fullmatch(name):
             values = flags[name[2:].replace("-", "_")] = [value] if equals else []
         else:
             values.append(word)
-    return {name: given[0] if len(given) == 1 else given or "true" for name, given in flags.items()}
+    return flags
+
+
+def flags_of(words: Sequence[str]) -> dict[str, Any]:
+    """Return the flags of a command line with values as in a file."""
+    return {name: given[0] if len(given) == 1 else given or "true" for name, given in read_flags(words).items()}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from swift_megatron_grpo.cli.check_script.rehearsal import Rehearsal
-from swift_megatron_grpo.cli.check_script.stand_ins import typed
+from swift_megatron_grpo.launch.roles import words_of
 from tests.forking.client import fork_server, run_code
 from tests.scripts import NOT_RUN, Published, published_scripts
 from tests.support.choice import rest_nightly
@@ -28,7 +28,7 @@ import dataclasses, json, os, shutil, time
 from pathlib import Path
 from swift_megatron_grpo.cli.check.check import check
 from swift_megatron_grpo.cli.check_script.rehearsal import make_rehearsal
-from swift_megatron_grpo.cli.check_script.stand_ins import typed
+from swift_megatron_grpo.launch.roles import words_of
 folder = Path({folder!r})
 rehearsal = make_rehearsal({text!r}, folder, ranks=2, steps=2, environment={{}})
 print("REHEARSAL" + json.dumps(dataclasses.asdict(rehearsal)))
@@ -39,7 +39,7 @@ ranks = rehearsal.world_size
 for name, value in dict(WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, RANK=0, LOCAL_RANK=0).items():
     os.environ[name] = str(value)
 began = time.monotonic()
-report, _ = check(typed(rehearsal.published | dict(check_gpu=["H200"])))
+report, _ = check(words_of(rehearsal.published | dict(check_gpu=["H200"])))
 print(report)
 print("CHECKED", time.monotonic() - began)
 """
@@ -63,11 +63,11 @@ def run(rehearsal: Rehearsal, folder: Path) -> tuple[int, str]:
     server, flags = None, dict(rehearsal.reduced)
     if rehearsal.server is not None:
         server = (
-            RolloutServer(folder / "model", folder / "rollout.log", typed(rehearsal.server), key=None).start().wait()
+            RolloutServer(folder / "model", folder / "rollout.log", words_of(rehearsal.server), key=None).start().wait()
         )
         flags["vllm_server_base_url"] = [server.url]
     with (folder / "train.log").open("w") as log:
-        ranks = fork_server("trainer").start("megatron rlhf", typed(flags), rehearsal.ranks, folder, log, {})
+        ranks = fork_server("trainer").start("megatron rlhf", words_of(flags), rehearsal.ranks, folder, log, {})
         try:
             code = ranks.wait(timeout=600)
         finally:

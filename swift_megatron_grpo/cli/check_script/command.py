@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from swift_megatron_grpo.cli.command_line import FINE, Refused
+from swift_megatron_grpo.launch.roles import words_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +47,7 @@ def check_script(script: Path, folder: Path, ranks: int, steps: int) -> None:
     """Check the script's flags, and train the rehearsal unless `steps` is 0. Raises Refused if either fails."""
     from swift_megatron_grpo.cli.check.check import parse_flags
     from swift_megatron_grpo.cli.check_script.rehearsal import make_rehearsal, train
-    from swift_megatron_grpo.cli.check_script.stand_ins import differences, typed
+    from swift_megatron_grpo.cli.check_script.stand_ins import differences
 
     environment = dict(os.environ)
     try:
@@ -57,7 +58,7 @@ def check_script(script: Path, folder: Path, ranks: int, steps: int) -> None:
         _print("in place of what is not on this machine", rehearsal.replaced)
         world = str(rehearsal.world_size)
         os.environ |= {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "RANK": "0", "LOCAL_RANK": "0"}
-        parse_flags(typed(rehearsal.published))
+        parse_flags(words_of(rehearsal.published))
     except UnicodeDecodeError as error:
         raise Refused(f"{script} is not a text file") from error
     except RecursionError as error:

@@ -22,13 +22,12 @@ from swift_megatron_grpo.cli.check_script.stand_ins import (
     NoStandIn,
     agent_of,
     architecture_of,
-    read_flags,
     reduce,
     replace_inputs,
-    typed,
 )
 from swift_megatron_grpo.cli.command_line import Refused
 from swift_megatron_grpo.cli.doctor.command import free_port
+from swift_megatron_grpo.launch.roles import read_flags, words_of
 
 _SERVER_FLAGS = (  # of `swift rollout`, that a script's server keeps
     "multi_turn_scheduler", "max_turns", "gym_env", "use_gym_env", "enable_thinking", "template", "system",
@@ -153,7 +152,14 @@ def train(rehearsal: Rehearsal, folder: Path) -> None:
         address: Flags = {}
         if rehearsal.server is not None:
             address = stack.enter_context(_running_server(rehearsal.server, folder, environment))
-        command = [sys.executable, "-P", "-m", "swift.cli._megatron.main", "rlhf", *typed(rehearsal.reduced | address)]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "swift.cli._megatron.main",
+            "rlhf",
+            *words_of(rehearsal.reduced | address),
+        ]
         code = subprocess.run(command, env=environment, cwd=folder).returncode
     log = folder / "output" / "logging.jsonl"
     steps = [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
@@ -168,7 +174,7 @@ def train(rehearsal: Rehearsal, folder: Path) -> None:
 def _running_server(flags: Flags, folder: Path, environment: Mapping[str, str]) -> Iterator[Flags]:
     """Start the rollout server of a script and yield the trainer's flags with its address."""
     port = free_port()
-    command = [sys.executable, "-m", "swift_megatron_grpo.generation.server", *typed(flags | {"port": [str(port)]})]
+    command = [sys.executable, "-m", "swift_megatron_grpo.generation.server", *words_of(flags | {"port": [str(port)]})]
     with (folder / "rollout.log").open("w") as log:
         server = subprocess.Popen(command, env=dict(environment), cwd=folder, stdout=log, stderr=subprocess.STDOUT,
                                   start_new_session=True)  # fmt: skip

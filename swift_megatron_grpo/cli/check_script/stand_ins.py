@@ -64,24 +64,6 @@ class NoStandIn(ValueError):
     """Something of the script has no stand-in."""
 
 
-def read_flags(arguments: Sequence[str]) -> Flags:
-    """Read a command line as ms-swift's parser does: --name value..., --name=value; the last occurrence counts."""
-    flags: Flags = {}
-    name = ""
-    for argument in arguments:
-        if argument.startswith("--") and " " not in argument.split("=", 1)[0]:
-            name, equals, value = argument[2:].partition("=")
-            name = name.replace("-", "_")
-            flags[name] = [value] if equals else []
-        elif name:
-            flags[name].append(argument)
-    return flags
-
-
-def typed(flags: Mapping[str, Sequence[str]]) -> list[str]:
-    return [word for name, values in flags.items() for word in (f"--{name}", *values)]
-
-
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """The model of a script, as ms-swift and transformers name it."""

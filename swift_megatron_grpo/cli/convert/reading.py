@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from swift_megatron_grpo.cli.check_script.shell import Shell
-from swift_megatron_grpo.cli.check_script.stand_ins import read_flags
 from swift_megatron_grpo.cli.convert.programs import settings_of_program
 from swift_megatron_grpo.cli.convert.tables import COMPUTED
+from swift_megatron_grpo.launch.roles import read_flags
 from swift_megatron_grpo.launch.safe_yaml import MOST, parse_yaml
 
 _OF_ACCELERATE = ("num_processes", "num_machines")

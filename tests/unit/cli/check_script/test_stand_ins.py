@@ -13,11 +13,10 @@ from swift_megatron_grpo.cli.check_script.stand_ins import (
     NoStandIn,
     architecture_of,
     differences,
-    read_flags,
     reduce,
     replace_inputs,
-    typed,
 )
+from swift_megatron_grpo.launch.roles import read_flags, words_of
 from tests.paths import REPOSITORY
 from tests.scripts import NOT_RUN, counts, published_scripts, table
 
@@ -29,7 +28,7 @@ def flags(text: str) -> dict[str, list[str]]:
 def test_flags_are_read_as_ms_swifts_parser_reads_them() -> None:
     read = read_flags(["--lr=1", "--reward-funcs", "a", "b", "--finetune", "--lr", "2", "--system", "-- a b"])
     assert read == {"lr": ["2"], "reward_funcs": ["a", "b"], "finetune": [], "system": ["-- a b"]}
-    assert typed(read) == ["--lr", "2", "--reward_funcs", "a", "b", "--finetune", "--system", "-- a b"]
+    assert words_of(read) == ["--lr", "2", "--reward_funcs", "a", "b", "--finetune", "--system", "-- a b"]
 
 
 @pytest.mark.parametrize(
