@@ -30,7 +30,7 @@ ROOM = 32  # places behind the longest text, of drafts that are too many
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """What the requests of all rounds sample."""
+    """Names the texts that the requests of all rounds sample."""
 
     sizes: Sizes
     right: float
