@@ -53,6 +53,7 @@ from benchmarks.harness.processes import (
 from benchmarks.harness.results import ARMS, NAMES, PHASES, SHARED, Process, Run
 from benchmarks.harness.shapes import SHAPES
 from benchmarks.harness.workload import (
+    AUDIO_TOKENS,
     IMAGE_TOKENS,
     TEMPLATE_TOKENS_FILE,
     Workload,
@@ -234,7 +235,8 @@ def make_model(args: argparse.Namespace) -> tuple[Path, int]:
 
 def media_tokens(model: Path) -> list[int]:
     config = json.loads((model / "config.json").read_text())
-    return [config.get("thinker_config", config)[name] for name in IMAGE_TOKENS]
+    config = config.get("thinker_config", config)
+    return [config[name] for name in (*IMAGE_TOKENS, *AUDIO_TOKENS) if name in config]
 
 
 def machine(revision: str, packages: tuple[str, ...]) -> tuple[str, dict[str, str]]:
@@ -276,7 +278,9 @@ def run(args: argparse.Namespace) -> int:
         raise SystemExit("bench: --servers needs the kind step and --lengths constant:TOKENS")
     shape = SHAPES[args.shape]
     if shape.vision is not None and args.kind == "train":
-        raise SystemExit(f"bench: --shape {args.shape} has images, whose tokens come from vLLM; use the kind step")
+        raise SystemExit(
+            f"bench: --shape {args.shape} has rows with media, whose tokens come from vLLM; use the kind step"
+        )
     settings, ranks = settings_of(args)
     workload = workload_of(args)
     if args.completions // ranks % args.generations:
@@ -284,13 +288,13 @@ def run(args: argparse.Namespace) -> int:
                          f"{args.generations} on each of {ranks} ranks")  # fmt: skip
     model, template_tokens = make_model(args)
     texts, completions = workload.prompt_tokens(template_tokens + 8), workload.completion_tokens()
-    prompts = [tokens + shape.image_tokens for tokens in texts]
+    prompts = [tokens + shape.media_tokens(row) for row, tokens in enumerate(texts)]
     dataset: Path = args.work / f"{args.json.stem}.jsonl"
-    write_dataset(dataset, texts, template_tokens, shape.image_side)
+    write_dataset(dataset, texts, template_tokens, shape)
 
     device, versions = machine(args.revision, PACKAGES + PACKAGES_OF_PEERS if args.trl or args.verl else PACKAGES)
     adapters = "--tuner_type lora" in args.flags
-    media = media_tokens(model) if shape.image_tokens else []
+    media = media_tokens(model) if shape.vision is not None else []
     job = Job("", args.kind == "train", "", prompts, completions, shape.vocabulary, args.seed, args.memory_cap_gb,
               media, served=bool(args.servers), profiled_step=args.steps if args.profile else None,
               random_weights=args.random_weights, waits=args.ahead)  # fmt: skip

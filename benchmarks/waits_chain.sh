@@ -22,7 +22,8 @@ options=("$@")
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 read -ra gpus <<< "${GPUS:-$(nvidia-smi --query-gpu=index --format=csv,noheader | xargs)}"
 lane_count=${LANES:-$([ "${gpus[0]}" = cpu ] && echo 1 || echo 2)}
-cores=$(($(nproc) / (${#gpus[@]} * lane_count)))
+on_machine=$([ "${gpus[0]}" = cpu ] && echo 1 || nvidia-smi -L | wc -l)
+cores=$(($(nproc) / (on_machine * lane_count)))
 [ "$cores" -ge 1 ] || cores=1
 queue=$work/queue
 waits=("${PYTHON:-python3}" -m benchmarks.bench_waits)
@@ -71,14 +72,15 @@ lane() {
 
 # lanes ITEM...: work through these on all GPUs
 lanes() {
-    local place number first
+    local gpu number first
     [ $# -gt 0 ] || return 0
     printf '%s\n' "$@" | tr : ' ' > "$queue"
     for number in $(seq 0 $((lane_count - 1))); do
-        for place in "${!gpus[@]}"; do
-            first=$(((place * lane_count + number) * cores))
+        for gpu in "${gpus[@]}"; do
+            first=$((number * cores))
+            [ "$gpu" = cpu ] || first=$(((gpu * lane_count + number) * cores))
             (
-                [ "${gpus[place]}" = cpu ] || export CUDA_VISIBLE_DEVICES=${gpus[place]}
+                [ "$gpu" = cpu ] || export CUDA_VISIBLE_DEVICES=$gpu
                 taskset -cp "$first-$((first + cores - 1))" "$BASHPID" > /dev/null
                 lane
             ) &

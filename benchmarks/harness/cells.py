@@ -48,7 +48,7 @@ def both(row: Comparison, cell: Callable[[Measured], str]) -> str:
 
 
 def has_images(run: Run) -> bool:
-    return SHAPES[run.workload["shape"]].vision is not None
+    return SHAPES[run.workload["shape"]].image_tokens > 0
 
 
 def images_per_second(measured: Measured) -> str:

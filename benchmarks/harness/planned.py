@@ -131,15 +131,17 @@ def _batch(run: Run, flags: Sequence[str]) -> BatchSizes:
 
 
 def _samples(run: Run) -> list[Sample]:
-    """Return the samples of a step. Prompts with an image all have the same length, which the file has in sum."""
-    workload = Workload(**run.workload)
+    """Return the samples of a step. Texts beside media all have the same length, which the file has in sum."""
+    workload, shape = Workload(**run.workload), SHAPES[run.workload["shape"]]
     prompts, completions = workload.prompt_tokens(1), workload.completion_tokens()
-    if SHAPES[workload.shape].vision is not None:
-        prompts = [run.prompt_tokens // workload.completions] * len(prompts)
+    if shape.vision is not None:
+        media = [shape.media_tokens(row) for row in range(len(prompts))]
+        text = run.prompt_tokens // workload.completions - sum(media) // len(media)
+        prompts = [text + tokens for tokens in media]
     return [(prompt + tokens, tokens) for prompt, group in zip(prompts, completions, strict=True) for tokens in group]
 
 
 def _image_tokens(run: Run, plan: StepPlan, batch: BatchSizes) -> MediaTokens:
     shape = SHAPES[run.workload["shape"]]
-    tokens = shape.image_tokens - 2 if shape.vision is not None else 0  # without those around the image
+    tokens = max(0, shape.image_tokens - 2)  # without those around the image
     return media_tokens_of(plan, batch, [tokens] * batch.global_batch_size)

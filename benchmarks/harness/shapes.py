@@ -30,6 +30,7 @@ class Shape:
     vision: tuple[str, dict[str, Any]] | None = None  # model_type and vision_config of those whose rows have an image
     audio: dict[str, Any] | None = None  # audio_config of a Qwen3-Omni
     image_side: int = 0  # pixels of the square image in each row
+    audio_seconds: int = 0  # of the recording in every other row
 
     @property
     def model_type(self) -> str:
@@ -47,11 +48,17 @@ class Shape:
     @property
     def image_tokens(self) -> int:
         """Tokens of the image of a row, with the two around it."""
-        if self.vision is None:
+        if self.vision is None or not self.image_side:
             return 0
         return (self.image_side // (2 * int(self.vision[1]["patch_size"]))) ** 2 + 2
 
+    def media_tokens(self, row: int) -> int:
+        """Return the tokens of a row's image and recording, with the two around each."""
+        has_audio = self.audio_seconds and row % 2
+        return self.image_tokens + (_AUDIO_TOKENS * self.audio_seconds + 2 if has_audio else 0)
 
+
+_AUDIO_TOKENS = 13  # of a Qwen3-Omni in a second
 _QWEN2_5_VL = {
     "in_channels": 3,
     "spatial_merge_size": 2,
@@ -84,6 +91,63 @@ _TOY_QWEN3_5 = Shape(
     delta_nets=DeltaNets(
         layers=3, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=32, linear_value_head_dim=32
     ),
+)
+# The thinker of Qwen3-Omni-30B-A3B; the talker and the vocoder are not trained, and are tiny here.
+_QWEN3_OMNI = replace(
+    _QWEN3_30B_A3B,
+    vocabulary=152064,
+    image_side=768,
+    vision=(
+        "qwen3_omni_moe",
+        {
+            **_QWEN3_VL,
+            "depth": 27,
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "num_heads": 16,
+            "num_position_embeddings": 2304,
+            "deepstack_visual_indexes": [8, 16, 24],
+        },
+    ),
+    audio={
+        "encoder_layers": 32,
+        "encoder_attention_heads": 20,
+        "encoder_ffn_dim": 5120,
+        "d_model": 1280,
+        "downsample_hidden_size": 480,
+    },
+)
+_TOY_QWEN3_OMNI = Shape(
+    layers=4,
+    hidden=128,
+    ffn=64,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    vocabulary=512,
+    tied=False,
+    experts=8,
+    experts_per_token=2,
+    image_side=64,
+    vision=(
+        "qwen3_omni_moe",
+        {
+            **_QWEN3_VL,
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 2,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+    ),
+    audio={
+        "encoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 64,
+        "d_model": 64,
+        "downsample_hidden_size": 8,
+    },
 )
 SHAPES = {
     "toy-qwen3-vl": Shape(
@@ -230,63 +294,10 @@ SHAPES = {
         ),
     ),
     "30b-qwen3-moe": _QWEN3_30B_A3B,
-    # The thinker of Qwen3-Omni-30B-A3B; the talker and the vocoder are not trained, and are tiny here.
-    "30b-qwen3-omni": replace(
-        _QWEN3_30B_A3B,
-        vocabulary=152064,
-        image_side=768,
-        vision=(
-            "qwen3_omni_moe",
-            {
-                **_QWEN3_VL,
-                "depth": 27,
-                "hidden_size": 1152,
-                "intermediate_size": 4304,
-                "num_heads": 16,
-                "num_position_embeddings": 2304,
-                "deepstack_visual_indexes": [8, 16, 24],
-            },
-        ),
-        audio={
-            "encoder_layers": 32,
-            "encoder_attention_heads": 20,
-            "encoder_ffn_dim": 5120,
-            "d_model": 1280,
-            "downsample_hidden_size": 480,
-        },
-    ),
-    "toy-qwen3-omni": Shape(
-        layers=4,
-        hidden=128,
-        ffn=64,
-        heads=4,
-        kv_heads=2,
-        head_dim=32,
-        vocabulary=512,
-        tied=False,
-        experts=8,
-        experts_per_token=2,
-        image_side=64,
-        vision=(
-            "qwen3_omni_moe",
-            {
-                **_QWEN3_VL,
-                "depth": 2,
-                "hidden_size": 64,
-                "intermediate_size": 128,
-                "num_heads": 2,
-                "num_position_embeddings": 64,
-                "deepstack_visual_indexes": [0, 1],
-            },
-        ),
-        audio={
-            "encoder_layers": 2,
-            "encoder_attention_heads": 2,
-            "encoder_ffn_dim": 64,
-            "d_model": 64,
-            "downsample_hidden_size": 8,
-        },
-    ),
+    "30b-qwen3-omni": _QWEN3_OMNI,
+    "toy-qwen3-omni": _TOY_QWEN3_OMNI,
+    "30b-qwen3-omni-audio": replace(_QWEN3_OMNI, image_side=0, audio_seconds=8),
+    "toy-qwen3-omni-audio": replace(_TOY_QWEN3_OMNI, image_side=0, audio_seconds=1),
     # A quarter of the layers and half of the experts of Qwen3-30B-A3B.
     "4.5b-qwen3-moe": replace(_QWEN3_30B_A3B, layers=12, experts=64),
     "14b": Shape(layers=40, hidden=5120, ffn=17408, heads=40, kv_heads=8, head_dim=128, vocabulary=151936, tied=False),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import wave
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from PIL import Image
 
@@ -18,6 +18,7 @@ from swift_megatron_grpo.packing.flops import FlopsModel
 
 from .shapes import SHAPES, Shape
 
+_SAMPLING_RATE = 16000  # of recordings, that of Qwen-Omni
 FILLER = "x"  # one token of the byte-level tokenizer
 TEMPLATE_TOKENS_FILE = "tokens_around_a_prompt"  # in a checkpoint's folder, written last; see models.py
 IMAGE_TOKENS = {
@@ -26,6 +27,7 @@ IMAGE_TOKENS = {
     "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",
 }  # name in config.json: text in the tokenizer
+AUDIO_TOKENS = ("audio_token_id", "audio_start_token_id", "audio_end_token_id")  # the same names of a Qwen-Omni
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,19 +130,36 @@ def reward_of(completion: str) -> float:
     return zlib.crc32(completion.encode()) / 2**32
 
 
-def write_dataset(path: Path, prompts: list[int], template_tokens: int, image_side: int = 0) -> None:
+def write_dataset(path: Path, prompts: list[int], template_tokens: int, shape: Shape | None = None) -> None:
     """Write prompts of the given lengths, which include `template_tokens` from the chat template.
 
-    With `image_side`, each has an image of noise as well, whose tokens the lengths do not include.
+    `shape`: whose rows have an image, or every other one a recording. They are noise, and the lengths do not include
+    their tokens.
     """
     with path.open("w") as file:
         for row, tokens in enumerate(prompts):
             number = f"{row} "
             content = number + FILLER * (tokens - template_tokens - len(number))
-            row_values: dict[str, Any] = {"messages": [{"role": "user", "content": content}]}
-            if image_side:
-                image = path.with_name(f"{path.stem}-{row}.jpg")
-                pixels = random.Random(row).randbytes(3 * image_side**2)
-                Image.frombytes("RGB", (image_side, image_side), pixels).save(image, quality=90)
-                row_values = {"messages": [{"role": "user", "content": content + "<image>"}], "images": [str(image)]}
-            file.write(json.dumps(row_values) + "\n")
+            media: dict[str, list[str]] = {}
+            if shape is not None and shape.image_side:
+                content += "<image>"
+                media["images"] = [str(write_image(path.with_name(f"{path.stem}-{row}.jpg"), shape.image_side, row))]
+            if shape is not None and shape.audio_seconds and row % 2:
+                content += "<audio>"
+                media["audios"] = [str(write_audio(path.with_name(f"{path.stem}-{row}.wav"), shape.audio_seconds, row))]
+            file.write(json.dumps({"messages": [{"role": "user", "content": content}], **media}) + "\n")
+
+
+def write_image(path: Path, side: int, seed: int) -> Path:
+    pixels = random.Random(seed).randbytes(3 * side**2)
+    Image.frombytes("RGB", (side, side), pixels).save(path, quality=90)
+    return path
+
+
+def write_audio(path: Path, seconds: int, seed: int) -> Path:
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(_SAMPLING_RATE)
+        file.writeframes(random.Random(seed).randbytes(2 * _SAMPLING_RATE * seconds))
+    return path

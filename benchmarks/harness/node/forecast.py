@@ -44,8 +44,9 @@ def forecasts(
     workload, shape = bench.workload_of(args), SHAPES[args.shape]
     texts = workload.prompt_tokens(template_tokens + 8)
     dataset = Path(args.work) / f"{name}.jsonl"
-    write_dataset(dataset, texts, template_tokens, shape.image_side)
-    flags = bench.common_flags(args, model, dataset, [tokens + shape.image_tokens for tokens in texts])
+    write_dataset(dataset, texts, template_tokens, shape)
+    prompts = [tokens + shape.media_tokens(row) for row, tokens in enumerate(texts)]
+    flags = bench.common_flags(args, model, dataset, prompts)
     own = ["--reward_funcs", "format", "--train_iters", str(args.steps), "--output_dir", str(args.work), "--check",
            "true"]  # fmt: skip
     lengths = list(chain(*workload.completion_tokens()))
