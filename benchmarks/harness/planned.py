@@ -131,7 +131,7 @@ def _batch(run: Run, flags: Sequence[str]) -> BatchSizes:
 
 
 def _samples(run: Run) -> list[Sample]:
-    """Return the samples of a step. Texts beside media all have the same length, which the file has in sum."""
+    """Return the samples of a step. Texts with media all have the same length, which the file has in sum."""
     workload, shape = Workload(**run.workload), SHAPES[run.workload["shape"]]
     prompts, completions = workload.prompt_tokens(1), workload.completion_tokens()
     if shape.vision is not None:
