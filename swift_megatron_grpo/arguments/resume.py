@@ -72,7 +72,7 @@ def apply_resume(args: DerivedArguments) -> None:
         saved, add = ("with", "add") if checkpoint.has_draft_head else ("without", "leave out")
         raise ValueError(
             f"--resume {args.resume}: {checkpoint.folder} was saved {saved} --mtp_num_layers 1, and its optimizer's "
-            f"states are those of such a run; {add} --mtp_num_layers 1, or begin anew from the saved model with "
+            f"states are those of such a run; {add} --mtp_num_layers 1, or train the saved model in a new run with "
             f"--model {checkpoint.folder} --resume never"
         )
     continue_from(args, checkpoint)

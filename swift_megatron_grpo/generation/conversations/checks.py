@@ -2,30 +2,39 @@
 
 import difflib
 from collections.abc import Iterable
-from typing import Any
+from typing import Protocol
 
 from swift.rollout import MultiTurnScheduler, envs, multi_turns
 
 
-def check_multi_turn(args: Any) -> None:
+class TurnFlags(Protocol):
+    """The flags of conversations, which a trainer and a server have alike."""
+
+    multi_turn_scheduler: str | None
+    max_turns: int | None
+    use_gym_env: bool | None
+    gym_env: str | None
+
+
+def check_multi_turn(flags: TurnFlags) -> None:
     """Raise ValueError if the multi-turn flags are inconsistent or name something unregistered."""
-    scheduler = args.multi_turn_scheduler
+    scheduler, gym_env = flags.multi_turn_scheduler, flags.gym_env
     if scheduler is None:
-        for flag in ("max_turns", "use_gym_env", "gym_env"):
-            value = getattr(args, flag)
+        given = (("max_turns", flags.max_turns), ("use_gym_env", flags.use_gym_env), ("gym_env", gym_env))
+        for flag, value in given:
             if value is not None and value is not False:
                 known = "with gym_scheduler or another one" if "gym" in flag else "with one of ms-swift's"
                 raise ValueError(f"--{flag} {value} needs multi-turn conversations; add --multi_turn_scheduler {known}")
         return
     check_registered("multi_turn_scheduler", [scheduler], multi_turns, "swift.rollout.multi_turn.multi_turns")
-    if args.gym_env is not None:
-        check_registered("gym_env", [args.gym_env], envs, "swift.rollout.gym_env.envs")
+    if gym_env is not None:
+        check_registered("gym_env", [gym_env], envs, "swift.rollout.gym_env.envs")
     if multi_turns[scheduler].async_infer is not MultiTurnScheduler.async_infer:
         raise ValueError(
             f"--multi_turn_scheduler {scheduler} answers whole batches in its own async_infer(), and here every "
             "request is one conversation; use a scheduler with run(), or with step() and on_turn_end()"
         )
-    check_max_turns(args.max_turns)
+    check_max_turns(flags.max_turns)
 
 
 def check_max_turns(max_turns: int | None) -> None:

@@ -73,7 +73,7 @@ def test_a_checkpoint_of_another_folder_begins_a_run_in_the_output_folder(tmp_pa
         ({"has_adapter": True}, "was saved with --tuner_type full, and this run has --tuner_type lora"),
         (
             {"mtp_num_layers": 1},
-            "was saved without --mtp_num_layers 1, .*; leave out --mtp_num_layers 1, or begin anew",
+            "was saved without --mtp_num_layers 1, .*; leave out --mtp_num_layers 1, or train the saved model",
         ),
         ({"resume": "nowhere"}, "--resume nowhere: .*use --resume auto, or a folder checkpoint-N"),
     ],
