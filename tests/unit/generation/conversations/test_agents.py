@@ -198,15 +198,19 @@ def test_calls_that_run_when_an_agent_ends_are_cancelled_and_not_trained() -> No
 
 
 def test_a_call_whose_client_has_gone_is_not_trained() -> None:
+    engines: list[Engine] = []
+
     async def agent(row: dict[str, Any], url: str, key: str) -> None:
         client = AsyncOpenAI(base_url=url, api_key=key, max_retries=0)
         await client.chat.completions.create(model="m", messages=[USER])
         with pytest.raises(openai.APITimeoutError):
             await client.chat.completions.create(model="m", messages=[USER], timeout=0.3, user="slow")
-        await asyncio.sleep(0.3)
+        async with asyncio.timeout(20):
+            while not engines[0].cancelled:
+                await asyncio.sleep(0.01)
 
     async def main() -> None:
-        engine = Engine()
+        engines.append(engine := Engine())
         running = asyncio.create_task(complete(engine, agent))
         while len(engine.sampling) < 1:
             await asyncio.sleep(0.001)
