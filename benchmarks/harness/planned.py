@@ -85,7 +85,7 @@ def model_of(name: str) -> Model:
     if shape.delta_nets is not None:
         config = qwen3_5_config(shape, shape.delta_nets, text, {})
     elif shape.audio is not None:
-        config = qwen3_omni_config(shape, text, dict.fromkeys((*NAMED_TOKENS[shape.model_type], "im_end")))
+        config = qwen3_omni_config(shape, text, dict.fromkeys((*NAMED_TOKENS[shape.model_type], "im_end"), 0))
     elif shape.vision is not None:
         config = qwen_vl_config(shape, shape.vision[1], text, {})
     else:

@@ -337,7 +337,7 @@ def vision_config(shape: Shape) -> dict[str, Any]:
     if shape.kind in GLM:
         return {**common, "image_size": 8 * 14}
     deepstack = [0, 1] if shape.kind.startswith(("qwen3_vl", "qwen3_omni")) else []
-    return {**common, "num_position_embeddings": 64, "deepstack_visual_indexes": deepstack}
+    return {**common, "patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": deepstack}
 
 
 def make_config(tokenizer: PreTrainedTokenizerFast, shape: Shape) -> Any:

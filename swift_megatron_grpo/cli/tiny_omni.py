@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isqrt
 from typing import Any
 
 from transformers import AutoConfig
@@ -57,7 +58,8 @@ def omni_config(
     common |= {f"{media}_token_id": ids[f"{media}_token"] for media in _MEDIA}
     thinker["audio_config"] = {"downsample_hidden_size": 8, **audio}
     # vLLM reads these two, which transformers does not have
-    thinker["vision_config"] = {"image_size": 128, "apply_vit_abs_pos_embed": True, **vision}
+    side = isqrt(vision["num_position_embeddings"]) * vision["patch_size"]
+    thinker["vision_config"] = {"image_size": side, "apply_vit_abs_pos_embed": True, **vision}
     experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
                "shared_expert_intermediate_size": 16,
                "rope_parameters": _SPEECH_ROPE | {"mrope_interleaved": True}}  # fmt: skip

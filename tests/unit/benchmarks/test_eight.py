@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 
 from benchmarks import bench, eight
-from benchmarks.harness.models import make_checkpoint
+from benchmarks.harness.models import make_checkpoint, qwen3_omni_config, text_sizes
 from benchmarks.harness.node import compare, page
 from benchmarks.harness.node.cases import NODES, Case, cases, is_measured, toy
 from benchmarks.harness.node.figures import Forecast
 from benchmarks.harness.node.forecast import CARDS
+from benchmarks.harness.planned import model_of
 from benchmarks.harness.shapes import SHAPES
 from swift_megatron_grpo.cli.check_layouts.layouts import Variant
+from swift_megatron_grpo.cli.tiny_omni import NAMED_TOKENS
 from tests.forking.client import run_code
 from tests.paths import REPOSITORY
 
@@ -76,6 +78,17 @@ def test_names_differ_between_cases_and_nodes() -> None:
 def test_every_shape_has_a_small_one_of_the_same_type() -> None:
     for case in AT_EIGHT:
         assert SHAPES[toy(case.shape)].model_type == SHAPES[case.shape].model_type
+
+
+@pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if shape.audio is not None])
+def test_vllm_embeds_as_many_positions_of_patches_as_the_trainer(name: str) -> None:
+    """vLLM computes them from a side that transformers does not have."""
+    shape = SHAPES[name]
+    tokens = dict.fromkeys((*NAMED_TOKENS[shape.model_type], "im_end"), 0)
+    config: Any = qwen3_omni_config(shape, text_sizes(None, shape), tokens)
+    vision = config.thinker_config.vision_config
+    assert (vision.image_size // vision.patch_size) ** 2 == vision.num_position_embeddings
+    assert model_of(name).cached == 2 * shape.layers * shape.kv_heads * shape.head_dim
 
 
 def test_nodes_of_other_sizes_are_refused() -> None:
