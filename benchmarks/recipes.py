@@ -2,13 +2,16 @@
 
     python -m benchmarks.recipes run --recipe full --model MODEL --work WORK --out OUT [-- FLAG...]
     python -m benchmarks.recipes try --task spelling --model MODEL --work WORK --out OUT [-- FLAG...]
+    python -m benchmarks.recipes wait --variant lockstep --old OLD --model MODEL --work WORK --out OUT
     python -m benchmarks.recipes plan --out OUT
     python -m benchmarks.recipes report
 
 MODEL is the folder that `swift-megatron-grpo get-model smollm2 MODEL` writes, and OUT is benchmarks/h200/parts. `run`
 trains with one recipe, answers the held-out problems with plain vLLM on the weights that it saves, and writes
-OUT/recipe-NAME.json. `try` does the same with another task, and writes OUT/recipe-try-TASK.json. `plan` writes what
-`--check true` plans for larger models, which needs no GPU. `report` writes docs/recipes from the files of all folders.
+OUT/recipe-NAME.json. `try` does the same with another task, and writes OUT/recipe-try-TASK.json. `wait` trains with
+the recipe `tool` in lockstep or with a slow tool, and writes OUT/recipe-wait-VARIANT.json; OLD is the package before
+each conversation ran by itself (bench_waits.py has the command). `plan` writes what `--check true` plans for larger
+models, which needs no GPU. `report` writes docs/recipes from the files of all folders.
 benchmarks/recipes_chain.sh runs all of it on GPUs.
 """
 
@@ -30,13 +33,14 @@ from typing import Any
 from benchmarks.bench import PACKAGES, machine, revision
 from benchmarks.harness.paths import REPOSITORY, absolute
 from benchmarks.harness.processes import exit_at_sigterm, run_until
-from benchmarks.harness.recipes.known import RECIPES, TRIED_WITH, TRIES, Recipe
+from benchmarks.harness.recipes.known import RECIPES, TRIED_WITH, TRIES, WAITING, WAITS, Recipe
 from benchmarks.harness.recipes.page import write_pages
 from benchmarks.harness.recipes.plans import write_plans
 from benchmarks.harness.recipes.runs import last_weights, logged, read_rows, write_programs
 from benchmarks.learn import environment_of_programs
 
 TEMPLATE = REPOSITORY / "templates" / "recipe.sh"
+SLOW_CALCULATOR = REPOSITORY / "benchmarks" / "harness" / "recipes" / "slow_calculator.py"
 LAST_LINES = 60  # of the log of a recipe that failed
 PLUGINS = [str(REPOSITORY / "templates" / "plugins" / name) for name in ("reasoning_task.py", "calculator.py")]
 
@@ -53,8 +57,21 @@ def try_task(args: argparse.Namespace) -> int:
     return run(args, RECIPES[TRIED_WITH], folder.name)
 
 
-def run(args: argparse.Namespace, recipe: Recipe, name: str) -> int:
-    """Train, answer with the saved weights, write the result and remove the weights."""
+def wait(args: argparse.Namespace) -> int:
+    """Run the recipe with a tool in a way in which its conversations wait."""
+    variant = WAITS[args.variant]
+    if variant.lockstep != bool(args.old):
+        raise SystemExit(f"recipes: give --old for lockstep, and for nothing else; {args.variant} is not as --old says")
+    flags = ["--external_plugins", *PLUGINS, str(SLOW_CALCULATOR)] if variant.slow else []
+    args.flags = [*flags, *args.flags]
+    return run(args, RECIPES[WAITING], f"wait-{args.variant}", is_served=False, old=args.old)
+
+
+def run(args: argparse.Namespace, recipe: Recipe, name: str, is_served: bool = True, old: Path | None = None) -> int:
+    """Train, answer with the saved weights, write the result and remove the weights.
+
+    `old`: a folder with another version of the package, which trains.
+    """
     exit_at_sigterm()
     folder, result = args.work / name, args.out / f"recipe-{name}.json"
     args.out.mkdir(parents=True, exist_ok=True)
@@ -62,7 +79,7 @@ def run(args: argparse.Namespace, recipe: Recipe, name: str) -> int:
     if not (folder / "model").exists():
         (folder / "model").symlink_to(args.model)
     began = time.monotonic()
-    code = finish([str(TEMPLATE), recipe.name, str(folder), *args.flags], folder, args.limit)
+    code = finish([str(TEMPLATE), recipe.name, str(folder), *args.flags], folder, args.limit, old)
     seconds = round(time.monotonic() - began, 1)
     gpus, (device, versions) = recipe.gpus * has_gpu(), machine(revision(), PACKAGES)
     solutions = Counter(row["solution"] for row in read_rows(folder / "held_out.jsonl"))
@@ -83,14 +100,15 @@ def run(args: argparse.Namespace, recipe: Recipe, name: str) -> int:
     result.write_text(json.dumps(measured) + "\n")  # now, because a rental may end while the weights are loaded
     weights = last_weights(folder / "output", recipe.merged)
     if code == 0 and weights:
-        measured["served"] = serve(recipe, weights, folder, args, measured["settings"])
-        result.write_text(json.dumps(measured) + "\n")
+        if is_served:
+            measured["served"] = serve(recipe, weights, folder, args, measured["settings"])
+            result.write_text(json.dumps(measured) + "\n")
         for saved in (folder / "output").glob("checkpoint-*"):
             shutil.rmtree(saved)
     if code != 0:
         print("\n".join(folder.with_suffix(".txt").read_text(errors="replace").splitlines()[-LAST_LINES:]))
     print(f"recipes: {name}: exit code {code}, {len(measured['reward'])} steps in {seconds} s; {result}")
-    return 0 if measured["served"] else 1
+    return 0 if measured["served"] or (code == 0 and not is_served) else 1
 
 
 def has_gpu() -> bool:
@@ -99,9 +117,11 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def finish(command: Sequence[str], folder: Path, limit: float) -> int | None:
+def finish(command: Sequence[str], folder: Path, limit: float, old: Path | None = None) -> int | None:
     """Run a recipe and return its exit code, or None if it was ended at the limit."""
     environment = environment_of(folder)
+    if old is not None:
+        environment["PYTHONPATH"] = os.pathsep.join([str(old), environment["PYTHONPATH"]])
     environment["SERVER"] = f"http://127.0.0.1:{random.randint(20000, 32000)}"
     return run_until(command, environment, folder.with_suffix(".txt"), limit)
 
@@ -136,6 +156,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for name, call, option, choices in (
         ("run", run_recipe, "--recipe", RECIPES),
         ("try", try_task, "--task", TRIES),
+        ("wait", wait, "--variant", WAITS),
     ):
         command = commands.add_parser(name, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         command.set_defaults(call=call)
@@ -146,6 +167,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         add("--out", type=absolute, required=True, help="folder for results")
         add("--limit", type=float, default=1500, help="seconds after which the training is ended")
         add("--problems", type=int, help="held-out problems that the saved weights answer; all if not given")
+        if call is wait:
+            add("--old", type=absolute, help="folder with an older swift_megatron_grpo, of variants in lockstep")
         add("flags", nargs="*", help="flags of the trainer that override those of the recipe")
     plan.add_argument("--out", type=absolute, required=True, help="folder for results")
     return parser.parse_args(arguments)

@@ -5,8 +5,9 @@
 # MODEL: folder of SmolLM2; WORK: data and logs; OUT: results, and those of earlier rentals; FLAG: of the trainer, that
 # overrides those of all recipes.
 #   GPUS="0 1"    GPUs (default: all), or cpu for a dry run
-#   ITEMS="..."   RECIPE:SECONDS or try-TASK:SECONDS, SECONDS with start and served weights (default: all, in the order
-#                 of their worth)
+#   ITEMS="..."   RECIPE:SECONDS, try-TASK:SECONDS or wait-VARIANT:SECONDS, SECONDS with start and served weights
+#                 (default: all but the last, in the order of their worth)
+#   OLD=FOLDER    the older package of variants in lockstep
 #   PAIRS="..."   the same for recipes that need two GPUs, which begin when the ITEMS have ended
 #   RESERVE=N     seconds to keep for PAIRS
 set -euo pipefail
@@ -19,13 +20,20 @@ cores=$(($(nproc) / $([ "${gpus[0]}" = cpu ] && echo 1 || nvidia-smi -L | wc -l)
 queue=$work/queue
 recipes=("${PYTHON:-python3}" -m benchmarks.recipes)
 
+is_measured() {
+    case $1 in
+    wait-*) grep -qs '"exit_code": 0' "$out/recipe-$1.json" ;;
+    *) grep -qs '"served": {' "$out/recipe-$1.json" ;;
+    esac
+}
+
 # The queue has lines of RECIPE SECONDS. Print the first that was not measured and can end in time, and remove it.
 next() {
     local recipe seconds
     exec 9> "$queue.lock"
     flock 9
     while read -r recipe seconds; do
-        if [ -n "$recipe" ] && ! grep -qs '"served": {' "$out/recipe-$recipe.json" && [ $((SECONDS + seconds)) -lt "$end" ]; then
+        if [ -n "$recipe" ] && ! is_measured "$recipe" && [ $((SECONDS + seconds)) -lt "$end" ]; then
             sed -i "/^$recipe /d" "$queue"
             echo "$recipe $seconds"
             return
@@ -41,6 +49,8 @@ lane() {
         [ "$limit" -lt $((seconds * 3 / 2)) ] || limit=$((seconds * 3 / 2)) # one that hangs
         case $recipe in
         try-*) command=(try --task "${recipe#try-}") ;;
+        wait-*lockstep) command=(wait --variant "${recipe#wait-}" --old "$OLD") ;;
+        wait-*) command=(wait --variant "${recipe#wait-}") ;;
         *) command=(run --recipe "$recipe") ;;
         esac
         taskset -c "$1" "${recipes[@]}" "${command[@]}" --model "$model" --work "$work" --out "$out" \

@@ -53,7 +53,7 @@ RECIPES = {
             "Several turns with a tool",
             "sums and differences of two or three numbers with three or four digits",
             "The model learns to call a calculator, and to answer with its result.",
-            "--gym_env calculator --max_turns 3",
+            "--gym_env calculator --max_turns 3 --train_iters 120 --eval_steps 40",
             environment=True,
         ),
         Recipe(
@@ -89,6 +89,23 @@ RECIPES = {
             compared="full",
         ),
     )
+}
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A run of WAITING in which conversations wait for a tool or for each other."""
+
+    says: str
+    slow: bool = False  # the tool, by slow_calculator.py
+    lockstep: bool = False  # by the package as it was before each conversation ran by itself
+
+
+WAITING = "tool"
+WAITS = {
+    "lockstep": Wait("all conversations finish a turn before the next one (before)", lockstep=True),
+    "slow": Wait("each conversation by itself, tool of 0.05 to 1 s", slow=True),
+    "slow-lockstep": Wait("in lockstep (before), tool of 0.05 to 1 s", slow=True, lockstep=True),
 }
 
 NUMBER, WORD = "Answer with the number only.", "Answer with one word."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -13,13 +14,14 @@ from benchmarks.harness.learning.bands import WINDOW, accuracies, rewards
 from benchmarks.harness.learning.curves import draw
 from benchmarks.harness.markdown import table
 
-from .known import RECIPES, TRIED_WITH, TRIES, Recipe
+from .known import RECIPES, TRIED_WITH, TRIES, WAITING, WAITS, Recipe
 from .plans import FILE, STEPS
 
 FOLDER, INDEX, LARGE_PAGE = Path("docs/recipes"), "index.md", "large.md"
 FILES, WRITTEN = "benchmarks/*/parts/recipe-*.json", "<!-- Written by `python -m benchmarks.recipes report`. -->"
 NOT_RUN = "not run yet"
 LAST = 50  # steps
+LATE = 40  # steps, in which most conversations call the tool
 REACHED = 0.2  # a mean reward, which tells how fast a task is learned
 Run = dict[str, Any]
 INTRODUCTION = f"""\
@@ -39,8 +41,12 @@ bash templates/recipe.sh full runs/full
 """
 
 
+def has_ended(run: Run) -> bool:
+    return run["exit_code"] == 0 and len(run["reward"]) == int(run["settings"]["train_iters"])
+
+
 def is_complete(run: Run) -> bool:
-    return run["exit_code"] == 0 and bool(run["served"]) and len(run["reward"]) == run["settings"]["train_iters"]
+    return has_ended(run) and bool(run["served"])
 
 
 def write_pages(repository: Path) -> int:
@@ -61,17 +67,22 @@ def of_repository(repository: Path) -> dict[str, str]:
     plans = read.pop(Path(FILE).stem, [])
     complete = {name.removeprefix("recipe-"): run for name, run in read.items() if is_complete(run)}
     tried = {name.removeprefix("try-"): run for name, run in complete.items() if name.startswith("try-")}
-    return pages({name: run for name, run in complete.items() if name in RECIPES}, plans, tried)
+    waits = {name: read[f"recipe-wait-{name}"] for name in WAITS if f"recipe-wait-{name}" in read}
+    waits = {name: run for name, run in waits.items() if has_ended(run)}
+    return pages({name: run for name, run in complete.items() if name in RECIPES}, plans, tried, waits)
 
 
 def pages(
-    runs: Mapping[str, Run], plans: Sequence[dict[str, Any]], tried: Mapping[str, Run] | None = None
+    runs: Mapping[str, Run],
+    plans: Sequence[dict[str, Any]],
+    tried: Mapping[str, Run] | None = None,
+    waits: Mapping[str, Run] | None = None,
 ) -> dict[str, str]:
     written = {INDEX: _index(runs, plans) + _tried(tried or {})}
     if plans:
         written[LARGE_PAGE] = _large(plans)
     for name, run in runs.items():
-        written[f"{name}.md"] = page(RECIPES[name], run, runs)
+        written[f"{name}.md"] = page(RECIPES[name], run, runs, (waits or {}) if name == WAITING else {})
         of_step = run["seconds"][-1] / len(run["seconds"])
         written[f"{name}.svg"] = draw({"ours": rewards([run], of_step)}, {"ours": accuracies([run], of_step)})
     return written
@@ -120,7 +131,7 @@ def _hardware(run: Run) -> str:
     return f"{run['gpus']} {run['device']}" if run["gpus"] else run["device"]
 
 
-def page(recipe: Recipe, run: Run, runs: Mapping[str, Run]) -> str:
+def page(recipe: Recipe, run: Run, runs: Mapping[str, Run], waits: Mapping[str, Run]) -> str:
     settings, served = run["settings"], run["served"]
     before, after = run["held_out"][0]["accuracy"], run["held_out"][-1]["accuracy"]
     changed = " ".join(["", *run["overridden"]])
@@ -136,6 +147,7 @@ def page(recipe: Recipe, run: Run, runs: Mapping[str, Run]) -> str:
         f"![Reward and held-out accuracy]({recipe.name}.svg)\n",
         f"## Accuracy\n\n{_accuracies(run)}",
         *([_comparison(recipe, run, runs[recipe.compared])] if recipe.compared in runs else []),
+        *([_waiting(run, waits)] if waits else []),
         f"## Completions before and after\n\nGreedy, of held-out problems: one that was learned and one that was not, "
         f"if there are both.\n\n{_completions(served)}",
         _serving(recipe, run),
@@ -192,6 +204,29 @@ def _comparison(recipe: Recipe, run: Run, other: Run) -> str:
     same = run["settings"] == other["settings"]
     note = "" if same else " Their settings differ: see the pages."
     return f"## Against `{other['recipe']}`\n\nThe same task, one seed each.{note}\n\n{table(columns, [other, run])}"
+
+
+def _waiting(run: Run, waits: Mapping[str, Run]) -> str:
+    """Return the table of runs in which conversations wait for each other, or for a slow tool."""
+    says = {"": "each conversation by itself"} | {name: WAITS[name].says for name in waits}
+    measured = {"": run, **waits}
+
+    def late(name: str) -> list[float]:
+        ends = [0.0, *measured[name]["seconds"]]
+        return [end - begin for begin, end in pairwise(ends)][-LATE:]
+
+    def share(name: str) -> str:
+        waiting = measured[name]["generation"][-LATE:]
+        return f"{sum(waiting) / sum(late(name)):.0%}"
+
+    columns: dict[str, Callable[[str], str]] = {
+        "conversations": lambda name: says[name],
+        "step": lambda name: f"{statistics.median(late(name)):.2f} s",
+        "waiting for completions": share,
+        "accuracy after": lambda name: f"{measured[name]['held_out'][-1]['accuracy']:.1%}",
+        "on": lambda name: _hardware(measured[name]),
+    }
+    return f"## Waiting\n\nThe last {LATE} steps, one seed each.\n\n{table(columns, measured)}"
 
 
 def _completions(served: dict[str, Any]) -> str:

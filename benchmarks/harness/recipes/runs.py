@@ -41,6 +41,7 @@ def logged(output: Path) -> dict[str, Any]:
         "settings": {name: arguments.get(name) for name in SETTINGS},
         **read_steps("ours", output, int(arguments.get("eval_steps") or 1)),
         "uniform": [round(float(row["frac_reward_zero_std"]), 4) for row in rows_of_steps(log)],
+        "generation": [round(float(row["time/generation"]), 3) for row in rows_of_steps(log)],
         "held_out": [
             {"step": int(row["iteration"].split("/")[0]), "accuracy": round(float(row["eval_pass@1"]), 4)}
             for row in log

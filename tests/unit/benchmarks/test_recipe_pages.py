@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -16,7 +18,7 @@ from benchmarks.harness.recipes import page, plans
 from benchmarks.harness.recipes.known import RECIPES, TRIES
 from benchmarks.harness.recipes.runs import last_weights, logged, write_programs
 from benchmarks.harness.recipes.served import compared, in_turns
-from benchmarks.recipes import parse
+from benchmarks.recipes import parse, wait
 from tests.paths import REPOSITORY
 
 STEPS = 40
@@ -68,6 +70,52 @@ def test_a_run_that_did_not_end_has_no_page(changed: dict[str, Any], tmp_path: P
     assert list(page.of_repository(tmp_path)) == ["index.md"]
     (folder / "recipe-full.json").write_text(json.dumps(run_of()))
     assert {"full.md", "full.svg"} < set(page.of_repository(tmp_path))
+
+
+def test_the_page_of_the_tool_compares_conversations_that_wait(tmp_path: Path) -> None:
+    folder = tmp_path / "benchmarks" / "h200" / "parts"
+    folder.mkdir(parents=True)
+    runs = {"tool": ("tool", 0.5, 0.25), "wait-lockstep": ("tool", 1.0, 0.75), "wait-slow": ("tool", 0.8, 0.2)}
+    for name, (recipe, step, waits) in runs.items():
+        served = {} if name == "tool" else {"served": None}
+        seconds = [step * number for number in range(1, STEPS + 1)]
+        run = run_of(recipe, seconds=seconds, generation=[waits] * STEPS, **served)
+        (folder / f"recipe-{name}.json").write_text(json.dumps(run))
+    (folder / "recipe-wait-slow-lockstep.json").write_text(json.dumps(run_of("tool", exit_code=None, served=None)))
+    text = page.of_repository(tmp_path)["tool.md"]
+    rows = [line for line in text.partition("## Waiting")[2].splitlines() if line.startswith("| ")][2:5]
+    assert [row.split(" | ")[1:3] for row in rows] == [["0.50 s", "50%"], ["1.00 s", "75%"], ["0.80 s", "25%"]]
+    assert "tool of 0.05 to 1 s" in rows[2] and "(before)" in rows[1]
+    assert "## Waiting" not in page.pages({"full": run_of(), "tool": run_of("tool")}, [])["tool.md"]
+
+
+def test_a_variant_in_lockstep_needs_the_older_package_and_no_other_has_it(tmp_path: Path) -> None:
+    places = ["--model", "m", "--work", str(tmp_path), "--out", str(tmp_path)]
+    for more in (["--variant", "lockstep"], ["--variant", "slow", "--old", str(tmp_path)]):
+        with pytest.raises(SystemExit, match="--old for lockstep"):
+            wait(parse(["wait", *more, *places]))
+
+
+def test_a_slow_calculator_gives_the_same_answers_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in (REPOSITORY / "templates" / "plugins", REPOSITORY / "benchmarks" / "harness" / "recipes"):
+        monkeypatch.syspath_prepend(folder)
+    pytest.importorskip("reasoning_gym", reason="scripts/setup_venv.sh --recipes installs it")
+    from calculator import Calculator
+    from slow_calculator import LONGEST, SHORTEST, SlowCalculator
+
+    problem = {"question": "12 + 30 =", "answer": "42", "metadata": {"source_dataset": "chain_sum"}}
+    config = SimpleNamespace(data_dict={"problem": json.dumps(problem)}, messages=[{"role": "user", "content": "?"}])
+
+    async def answers(kind: type[Calculator]) -> list[Any]:
+        environment = kind({})
+        await environment.reset(config)
+        return [await environment.step([{"role": "assistant", "content": text}]) for text in ("calc(12 + 30)", "42")]
+
+    began = time.monotonic()
+    slow = asyncio.run(answers(SlowCalculator))
+    taken = time.monotonic() - began
+    assert slow == asyncio.run(answers(Calculator)) and slow[1][2]
+    assert SHORTEST <= taken < LONGEST + 1
 
 
 def test_tasks_that_were_tried_are_in_a_table_of_the_index(tmp_path: Path) -> None:
@@ -144,13 +192,14 @@ def test_a_teacher_is_trained_first_and_once(tmp_path: Path) -> None:
 def test_a_log_gives_settings_series_and_accuracies(tmp_path: Path) -> None:
     (tmp_path / "args.json").write_text(json.dumps({"eval_steps": 2, "lr": 1e-5}))
     steps = [
-        {"reward": step / 8, "frac_reward_zero_std": 0.5, "completions/mean_length": 4, "learning_rate": 1e-5,
-         "iteration": f"{step}/4", "train_speed(s/it)": seconds}
+        {"reward": step / 8, "frac_reward_zero_std": 0.5, "completions/mean_length": 4, "time/generation": 0.2,
+         "learning_rate": 1e-5, "iteration": f"{step}/4", "train_speed(s/it)": seconds}
         for step, seconds in enumerate([1, 1, 3, 2.5], 1)
     ]  # fmt: skip
     rows = [{"eval_pass@1": 0.1, "iteration": "0/4"}, *steps, {"eval_pass@1": 0.4, "iteration": "4/4"}, {"end": 1}]
     (tmp_path / "logging.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = logged(tmp_path)
+    assert run["generation"] == [0.2] * 4
     assert run["settings"]["lr"] == 1e-5 and run["uniform"] == [0.5] * 4 and run["reward"][-1] == 0.5
     assert run["held_out"] == [{"step": 0, "accuracy": 0.1}, {"step": 4, "accuracy": 0.4}]
     assert run["seconds"] == [1, 2, 3, 4]  # the third step began with an evaluation of 6 seconds
