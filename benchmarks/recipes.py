@@ -60,8 +60,10 @@ def try_task(args: argparse.Namespace) -> int:
 def wait(args: argparse.Namespace) -> int:
     """Run the recipe with a tool in a way in which its conversations wait."""
     variant = WAITS[args.variant]
-    if variant.lockstep != bool(args.old):
-        raise SystemExit(f"recipes: give --old for lockstep, and for nothing else; {args.variant} is not as --old says")
+    if variant.lockstep and not args.old:
+        raise SystemExit(f"recipes: --variant {args.variant} needs --old, the folder of the package that trains")
+    if args.old and not variant.lockstep:
+        raise SystemExit(f"recipes: --variant {args.variant} takes no --old: this package trains")
     flags = ["--external_plugins", *PLUGINS, str(SLOW_CALCULATOR)] if variant.slow else []
     args.flags = [*flags, *args.flags]
     return run(args, RECIPES[WAITING], f"wait-{args.variant}", is_served=False, old=args.old)

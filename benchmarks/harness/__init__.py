@@ -21,6 +21,7 @@ drift.py        series of a long run, and how far its last steps have drifted
 process_tree.py host memory, open files and threads of all processes of a run
 long_run_page.py the section of docs/fault_tolerance.md about long runs
 draft_prices.py the table of docs/speculation.md about rows of drafts
+slow_tool.py    the seconds that a slow tool takes
 drafts/         implementation of benchmarks/drafts.py
 markdown.py     tables of pages
 chart.py        docs/performance.svg and benchmarks/results/phases.svg

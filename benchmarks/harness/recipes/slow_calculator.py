@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from typing import Any
 
 from calculator import Calculator
 from swift.rollout.gym_env import envs
 
-SHORTEST, LONGEST = 0.05, 1.0  # seconds, whose logarithm is uniform
+from benchmarks.harness.slow_tool import seconds_of
 
 
 class SlowCalculator(Calculator):
@@ -17,8 +16,7 @@ class SlowCalculator(Calculator):
         result: tuple[str, float, bool, dict[str, Any]] = await super().step(action)
         is_done = result[2]
         if not is_done:  # a call
-            share = random.Random(str(action)).random()
-            await asyncio.sleep(SHORTEST * (LONGEST / SHORTEST) ** share)
+            await asyncio.sleep(seconds_of(str(action)))
         return result
 
 

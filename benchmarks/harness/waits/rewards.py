@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-import random
 import zlib
 from typing import Any, TextIO
 
@@ -18,9 +17,9 @@ from swift.rollout.gym_env import Env, envs
 
 from benchmarks.harness.free_gpus import wait_until_free
 from benchmarks.harness.processes import LOCKS, visible_devices
+from benchmarks.harness.slow_tool import seconds_of
 
 QUESTIONS = ("Add 7 to the result.", "Subtract 12 from that.", "Explain the last step.", "Multiply that by 3.")
-SHORTEST, LONGEST = 0.05, 1.0  # seconds of a slow tool, whose logarithm is uniform
 
 
 class Drawn(ORM):
@@ -34,8 +33,7 @@ class Drawn(ORM):
 class Answers(Env):
     """A tool that answers every turn, so that each conversation has --max_turns."""
 
-    def wait(self, share: float) -> float:
-        """Return the seconds of an answer. `share`: drawn from 0 to 1."""
+    def seconds_of(self, call: str) -> float:
         return 0.0
 
     async def reset(self, config: Any) -> tuple[str, dict[str, Any], str]:
@@ -44,15 +42,15 @@ class Answers(Env):
 
     async def step(self, action: list[dict[str, Any]]) -> tuple[str, float, bool, dict[str, Any]]:
         self._turns += 1
-        await asyncio.sleep(self.wait(random.Random(f"{self._name}/{self._turns}").random()))
+        await asyncio.sleep(self.seconds_of(f"{self._name}/{self._turns}"))
         return QUESTIONS[self._turns % len(QUESTIONS)], 0.0, False, {}
 
     async def close(self) -> None: ...
 
 
 class AnswersSlowly(Answers):
-    def wait(self, share: float) -> float:
-        return float(SHORTEST * (LONGEST / SHORTEST) ** share)
+    def seconds_of(self, call: str) -> float:
+        return seconds_of(call)
 
 
 def hold_gpus() -> list[TextIO]:

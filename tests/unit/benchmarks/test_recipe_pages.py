@@ -18,6 +18,7 @@ from benchmarks.harness.recipes import page, plans
 from benchmarks.harness.recipes.known import RECIPES, TRIES
 from benchmarks.harness.recipes.runs import last_weights, logged, write_programs
 from benchmarks.harness.recipes.served import compared, in_turns
+from benchmarks.harness.slow_tool import LONGEST, SHORTEST
 from benchmarks.recipes import parse, wait
 from tests.paths import REPOSITORY
 
@@ -91,9 +92,10 @@ def test_the_page_of_the_tool_compares_conversations_that_wait(tmp_path: Path) -
 
 def test_a_variant_in_lockstep_needs_the_older_package_and_no_other_has_it(tmp_path: Path) -> None:
     places = ["--model", "m", "--work", str(tmp_path), "--out", str(tmp_path)]
-    for more in (["--variant", "lockstep"], ["--variant", "slow", "--old", str(tmp_path)]):
-        with pytest.raises(SystemExit, match="--old for lockstep"):
-            wait(parse(["wait", *more, *places]))
+    with pytest.raises(SystemExit, match="--variant lockstep needs --old"):
+        wait(parse(["wait", "--variant", "lockstep", *places]))
+    with pytest.raises(SystemExit, match="--variant slow takes no --old"):
+        wait(parse(["wait", "--variant", "slow", "--old", str(tmp_path), *places]))
 
 
 def test_a_slow_calculator_gives_the_same_answers_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,8 +103,11 @@ def test_a_slow_calculator_gives_the_same_answers_later(monkeypatch: pytest.Monk
         monkeypatch.syspath_prepend(folder)
     pytest.importorskip("reasoning_gym", reason="scripts/setup_venv.sh --recipes installs it")
     from calculator import Calculator
-    from slow_calculator import LONGEST, SHORTEST, SlowCalculator
+    from slow_calculator import SlowCalculator
+    from swift.rollout.gym_env import envs
 
+    assert envs["calculator"] is SlowCalculator
+    envs["calculator"] = Calculator  # for other tests
     problem = {"question": "12 + 30 =", "answer": "42", "metadata": {"source_dataset": "chain_sum"}}
     config = SimpleNamespace(data_dict={"problem": json.dumps(problem)}, messages=[{"role": "user", "content": "?"}])
 
