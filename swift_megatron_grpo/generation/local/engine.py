@@ -30,7 +30,7 @@ from swift_megatron_grpo.generation.interface import (
 from swift_megatron_grpo.generation.local.engine_settings import further_settings, shared_settings
 from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS
 from swift_megatron_grpo.generation.requests import infer_request, request_config, to_rollout
-from swift_megatron_grpo.generation.vllm import fast_logprobs, fast_outputs, images, position_noise
+from swift_megatron_grpo.generation.vllm import deepstack, fast_logprobs, fast_outputs, images, position_noise
 from swift_megatron_grpo.generation.vllm import sampling as vllm_sampling
 from swift_megatron_grpo.generation.vllm.adapter import DiscardedTables, load_adapter, without_adapter
 from swift_megatron_grpo.generation.vllm.device_drafts import DeviceDrafts
@@ -279,6 +279,7 @@ def _share_of_gpu(share: float) -> int:
 def _build(config: VllmConfig, template: Template, sleep_mode: bool, seed: int) -> GRPOVllmEngine:
     fast_logprobs.speed_up_logprobs()
     position_noise.sample_by_position()
+    deepstack.skip_features_of_missing_tower()
     draft_in_second_runner()
     keep_memory_cache()
     template = copy(template)

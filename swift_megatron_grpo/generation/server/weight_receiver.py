@@ -11,7 +11,7 @@ from swift.rlhf_trainers.utils import finish_vllm_weight_reload, patch_vllm_moe_
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 
-from swift_megatron_grpo.generation.vllm import adapter, cuda_runtime, fast_logprobs, position_noise
+from swift_megatron_grpo.generation.vllm import adapter, cuda_runtime, deepstack, fast_logprobs, position_noise
 from swift_megatron_grpo.generation.vllm.second_runner import draft_in_second_runner, drafter_of
 from swift_megatron_grpo.weights.load.loaded_weights import LoadedWeights
 from swift_megatron_grpo.weights.load.quantization import layers_that_quantize
@@ -22,6 +22,7 @@ from swift_megatron_grpo.weights.transport.rendezvous import Rendezvous
 cuda_runtime.find_runtime_beside_tilelang()  # before a worker imports FlashInfer
 fast_logprobs.speed_up_logprobs()
 position_noise.sample_by_position()
+deepstack.skip_features_of_missing_tower()
 draft_in_second_runner()
 if current_platform.is_cpu():
     from swift_megatron_grpo.platforms.cpu import activate_engine
