@@ -6,7 +6,7 @@
 #                        step-sleep
 #                        held-out held-out-trl step-lora-8b step-lora-8b-fp8 step-lora-8b-verl step-adapter-8b
 #                        step-lora-30b step-lora-30b-fp8 step-lora-30b-compiled step-lora-30b-compiled-fp8
-#                        colocated-sync-8b colocated-sync-8b-fp8
+#                        step-lora-omni-audio step-lora-omni colocated-sync-8b colocated-sync-8b-fp8
 #                        step-verl (this and step-lora-8b-verl with verl 0.9.1, Ray and what else verl requires)
 #                        qwen3.5 qwen3.5-lora qwen3.5-step qwen3.5-step-lora
 #                        vl-qwen2.5 vl-qwen2.5-lora vl-qwen3 vl-qwen3-lora lora-8b lora-14b moe moe-even moe-step
@@ -220,6 +220,14 @@ step_30b_ep2() {
         "--vllm_tensor_parallel_size 2 --offload_model true --offload_optimizer true --offload_grad true $2"
 }
 
+# step_omni NAME SHAPE ARGUMENT...      the whole step of adapters of Qwen3-Omni; ms-swift's trainer has no flash attention
+# without flash-attn
+step_omni() {
+    bench step "$1" "$2" --random-weights --lengths constant:256 --prompts constant:48 --completions 64 --rounds 1 \
+        --ours tokens8192 --ours-flags "--attention_backend flash" --timeout 420 "${@:3}" \
+        --flags "$graphs '{$dummy,$cache,$decoding}' --sleep_level 2 --offload_model true ${moe[*]} ${lora[*]}"
+}
+
 # step_full_30b_ep4      the whole step of all weights of 30B-A3B on four GPUs, with the settings of templates/moe_full.sh
 step_full_30b_ep4() {
     bench step step-full-30b-ep4 30b-qwen3-moe --random-weights "${fixed[@]}" --completions 128 \
@@ -400,6 +408,11 @@ group() {
             decoding=$compiled step_30b step-lora-30b-compiled tokens12288 64 "--offload_model true" ;;
         step-lora-30b-compiled-fp8)
             decoding=$compiled step_30b step-lora-30b-compiled-fp8 tokens12288 64 "${fp8[*]}" ;;
+        # 8 s of sound in every other row, in turns with ms-swift's trainer; an image of 768 x 768 pixels in each row.
+        step-lora-omni-audio)
+            step_omni step-lora-omni-audio 30b-qwen3-omni-audio --stock mbs4 ;;
+        step-lora-omni)
+            step_omni step-lora-omni 30b-qwen3-omni ;;
         step-lora-30b-ep2)
             step_30b_ep2 step-lora-30b-ep2 "" ;;
         step-lora-30b-ep2-fp8)
