@@ -137,6 +137,7 @@ class LocalVllm:
         if _WEIGHTS in self._asleep:
             swift_utils.set_expandable_segments(False)
             self._wake(_WEIGHTS)
+            deepstack.clear_features(self._engine.inner_model)
             if self._tables is not None:
                 self._tables.restore()
 

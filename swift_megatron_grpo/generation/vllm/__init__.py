@@ -3,7 +3,7 @@
     sampling.py       requests for completions and for log-probs of a text
     adapter.py        loads a LoRA adapter from tensors
     images.py         whether an engine holds the vision tower of its model, and the tokens of an image
-    deepstack.py      lets older versions of vLLM start a Qwen3-Omni that takes no images
+    deepstack.py      mends what vLLM does with deepstack features without an image tower, and after a sleep
     fast_logprobs.py  log-probs of sampled tokens with less work on the GPU and on the host
     logprob_kernel.py  their Triton kernel
     position_noise.py  samples seeded requests with noise of their seed and position

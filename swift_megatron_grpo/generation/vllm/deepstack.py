@@ -1,16 +1,27 @@
-"""Let vLLM up to 0.25.1 start a Qwen3-Omni that takes sound and no images (vLLM's issue 49384).
+"""Deepstack features, by which the image tower of Qwen3-VL and Qwen3-Omni reaches the first layers of the decoder.
 
-A tower whose media are limited to 0 is on the meta device and has no memory. There these versions also put what carries
-the image tower's deepstack features to the decoder, which adds it to all embeddings: "Tensor on device meta is not on
-the expected device cuda:0". vLLM 0.32 puts it elsewhere.
+vLLM adds them to the embeddings of every prompt. They are zero where no image is. The tensors are not buffers.
+
+* Up to 0.25.1 they are on the meta device, like the tower, if a Qwen3-Omni takes sound and no images. It fails with
+  "Tensor on device meta is not on the expected device cuda:0" (vLLM's issue 49384). vLLM 0.32 has this mended.
+* A sleep at level 2 discards their memory, and vLLM restores only buffers (vLLM's issue 53343).
 """
 
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from swift_megatron_grpo.runtime.import_hooks import after_import
 
 MODULE = "vllm.model_executor.models.qwen3_omni_moe_thinker"
+
+
+@torch.inference_mode()  # in which vLLM makes larger ones
+def clear_features(model: torch.nn.Module) -> None:
+    """Set them to zero after a wake-up, as they are between two batches."""
+    for rows in vars(model).get("deepstack_input_embeds") or ():  # [tokens of a batch, hidden] of each level
+        rows.zero_()
 
 
 def skip_features_of_missing_tower() -> None:

@@ -1,4 +1,4 @@
-"""Qwen3-Omni with sound and no images: what vLLM up to 0.25.1 builds on the meta device is not added to the prompts."""
+"""Deepstack features on the meta device are not added to prompts, and they are zero after a sleep."""
 
 from __future__ import annotations
 
@@ -40,6 +40,20 @@ def test_features_of_a_tower_reach_the_decoder(model: Any) -> None:
 
 def test_a_model_without_features_has_none(model: Any) -> None:
     assert model._get_deepstack_input_embeds(3) is None
+
+
+def test_they_are_zero_after_a_wake_up(model: Any) -> None:
+    model.__dict__["deepstack_input_embeds"] = levels = [torch.full((4, 8), torch.nan) for _ in range(2)]
+    deepstack.clear_features(model)
+    assert not any(level.any() for level in levels)
+    assert model.__dict__["deepstack_input_embeds"] is levels  # CUDA graphs have their addresses
+
+
+@pytest.mark.parametrize("absent", [{}, {"deepstack_input_embeds": None}])
+def test_a_model_without_them_wakes_up(absent: dict[str, None]) -> None:
+    model = torch.nn.Linear(2, 2)
+    vars(model).update(absent)
+    deepstack.clear_features(model)
 
 
 def test_gpus_still_have_a_vllm_that_needs_it() -> None:
