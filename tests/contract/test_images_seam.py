@@ -187,7 +187,7 @@ def upstream() -> dict[str, Any]:
 
 
 def test_ms_swift_counts_an_image_as_one_token() -> None:
-    """generation/vllm/images.EngineForImages counts all of them, in the method that limits completions."""
+    """generation/vllm/rollout_engine.RolloutEngine counts all of them, in the method that limits completions."""
     assert upstream()["_get_num_tokens"][0] == "inputs" and "self._get_num_tokens(inputs)" in upstream()["room"]
 
 

@@ -6,6 +6,7 @@ need not wait. Scheduler and environments are on each engine's first rank, which
 """
 
 import asyncio
+import json
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from copy import copy
@@ -34,6 +35,7 @@ from swift_megatron_grpo.types import Rollout
 NextTurn = tuple[RolloutInferRequest, RequestConfig]  # to generate
 _STEPS_OF_RANKS = 4  # of an engine on several ranks between two broadcasts of new turns
 _MOST_ITERATIONS = 8  # of the event loop between two steps: a tool without waits takes up to five
+_MOST_ENCODED = 128  # turns that are kept, each with all its tokens
 _POLL_SECONDS = 1.0  # between two looks at the request to stop while all conversations wait for tools
 
 
@@ -44,6 +46,16 @@ class AskedTurn:
     turn: NextTurn
     inputs: dict[str, Any]  # encoded
     response: asyncio.Future[ChatCompletionResponse]
+
+
+def encoding_key(request: RolloutInferRequest) -> str | None:
+    """Return all that a template may read of a request; None if it has media, or anything else that is not JSON."""
+    if request.images or request.audios or request.videos:
+        return None
+    try:
+        return json.dumps({name: value for name, value in vars(request).items() if name != "uuid"})
+    except (TypeError, ValueError):  # ValueError: one that contains itself
+        return None
 
 
 class MultiTurnVllm(LocalVllm):
@@ -66,6 +78,7 @@ class MultiTurnVllm(LocalVllm):
         # of the generation that runs
         self._open = 0  # conversations
         self._turns = RunningTurns(self._engine)
+        self._encoded: dict[str, dict[str, Any]] = {}  # the last turns that may be shared, by their keys
         self._asked: list[AskedTurn] = []  # and not yet in vLLM
         self._answers: dict[str, asyncio.Future[ChatCompletionResponse]] = {}  # that vLLM generates, by the turn's name
         self._changed = asyncio.Event()  # a conversation has asked for a turn, or ended
@@ -77,7 +90,7 @@ class MultiTurnVllm(LocalVllm):
         return self._engine.template
 
     def _complete(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Rollout]:
-        self._turns = RunningTurns(self._engine)
+        self._turns, self._encoded = RunningTurns(self._engine), {}
         if not self.share.reports:
             while (asked := self._broadcast(None)) is not None:
                 for request, config in asked:
@@ -162,7 +175,15 @@ class MultiTurnVllm(LocalVllm):
         return await response
 
     def _encode(self, request: RolloutInferRequest) -> dict[str, Any]:
-        encoded: dict[str, Any] = self._engine.template.encode(request, return_template_inputs=True)
+        """Encode a turn. Turns that are alike share it, such as the first ones of all conversations of a prompt."""
+        key = encoding_key(request)
+        encoded: dict[str, Any] | None = None if key is None else self._encoded.get(key)
+        if encoded is None:
+            encoded = self._engine.template.encode(request, return_template_inputs=True)
+            if key is not None:
+                if len(self._encoded) == _MOST_ENCODED:
+                    self._encoded.clear()
+                self._encoded[key] = encoded
         return encoded
 
     def _step_engine(self) -> None:

@@ -36,6 +36,7 @@ from swift_megatron_grpo.generation.vllm.adapter import DiscardedTables, load_ad
 from swift_megatron_grpo.generation.vllm.device_drafts import DeviceDrafts
 from swift_megatron_grpo.generation.vllm.drafts import GroupDrafts
 from swift_megatron_grpo.generation.vllm.predicted_drafts import METHOD, PredictedDrafts
+from swift_megatron_grpo.generation.vllm.rollout_engine import RolloutEngine
 from swift_megatron_grpo.generation.vllm.second_runner import Drafts, draft_in_second_runner, drafter_of
 from swift_megatron_grpo.runtime.stopping.request import RunStopped, StopRequest
 from swift_megatron_grpo.settings.config import SamplingConfig, VllmConfig
@@ -288,7 +289,7 @@ def _build(config: VllmConfig, template: Template, sleep_mode: bool, seed: int) 
     template.sequence_parallel_size = 1
     swift_utils.set_expandable_segments(False)  # vLLM's memory pool for sleeping cannot live in expandable segments
     engine_kwargs = {**config.vllm_engine_kwargs, **further_settings(config)}
-    engine = images.EngineForImages(
+    engine = RolloutEngine(
         config.model_dir, torch_dtype=config.torch_dtype, model_type=config.model_type, use_async_engine=False,
         seed=seed, enable_sleep_mode=sleep_mode, load_format=engine_kwargs.pop("load_format", "auto"),
         template=template, engine_kwargs=engine_kwargs, **shared_settings(config),

@@ -5,7 +5,8 @@ from typing import Any
 
 from swift.infer_engine import GRPOVllmEngine, RequestConfig
 from swift.infer_engine.protocol import ChatCompletionResponse
-from vllm.sampling_params import RequestOutputKind
+
+from swift_megatron_grpo.generation.vllm.sampling import read_at_the_end
 
 
 class RunningTurns:
@@ -24,7 +25,7 @@ class RunningTurns:
         engine.set_default_max_tokens(config, inputs)
         params = engine._prepare_generation_config(config)
         engine._add_stop_words(params, config)
-        params.output_kind = RequestOutputKind.FINAL_ONLY
+        read_at_the_end(engine, params)
         name = next(self._names)
         engine._add_request(inputs, params, name, adapter_request=self._adapter)
         self._running[name] = inputs, config

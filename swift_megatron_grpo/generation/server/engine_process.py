@@ -21,7 +21,6 @@ from swift.pipelines.infer import rollout
 from swift.utils import get_logger
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import RequestOutputKind
 
 from swift_megatron_grpo.data.image_formats import placeholder_of
 from swift_megatron_grpo.data.images import portable_images
@@ -37,7 +36,9 @@ from swift_megatron_grpo.generation.protocol.model_identity import model_identit
 from swift_megatron_grpo.generation.server import engine_thread, health, pipe
 from swift_megatron_grpo.generation.server.arguments import GRPORolloutArguments
 from swift_megatron_grpo.generation.vllm import cuda_runtime, fast_logprobs, images
+from swift_megatron_grpo.generation.vllm.rollout_engine import RolloutEngine
 from swift_megatron_grpo.generation.vllm.sampling import (
+    read_at_the_end,
     sampling_params,
     scoring_input,
     scoring_params,
@@ -95,7 +96,7 @@ async def _first_to_end(*work: Coroutine[Any, Any, object]) -> None:
     await asyncio.wait(list(map(asyncio.create_task, work)), return_when=asyncio.FIRST_COMPLETED)
 
 
-class ServedEngine(images.EngineForImages):
+class ServedEngine(RolloutEngine):
     """ms-swift's engine, which receives this package's weights and records turns of conversations."""
 
     def __init__(self, *args: Any, engine_kwargs: dict[str, Any], **kwargs: Any) -> None:
@@ -128,12 +129,11 @@ class ServedEngine(images.EngineForImages):
             turns.spans = engine_thread.spans_of(self.engine, result)
         return super()._create_chat_completion_response(result, inputs, request_config, request_id)
 
-    def _prepare_generation_config(self, request_config: RequestConfig) -> SamplingParams:
+    def _add_stop_words(self, params: SamplingParams, request_config: RequestConfig) -> None:
         """Report a request once, when it ends, unless it is streamed: ms-swift reads only the last report."""
-        params = super()._prepare_generation_config(request_config)
+        super()._add_stop_words(params, request_config)
         if not request_config.stream:
-            params.output_kind = RequestOutputKind.FINAL_ONLY
-        return params
+            read_at_the_end(self, params)
 
     def set_default_max_tokens(self, request_config: RequestConfig, inputs: dict[str, Any]) -> None:
         """Check that there is room for the turn. ms-swift calls this once it has encoded the prompt."""

@@ -2,6 +2,7 @@
 
     sampling.py       requests for completions and for log-probs of a text
     adapter.py        loads a LoRA adapter from tensors
+    rollout_engine.py  ms-swift's engine, for the media and the log-probs of rollouts
     images.py         whether an engine holds the vision tower of its model, and the tokens of an image
     deepstack.py      mends what vLLM does with deepstack features without an image tower, and after a sleep
     fast_logprobs.py  log-probs of sampled tokens with less work on the GPU and on the host

@@ -2,10 +2,8 @@
 
 from typing import Any
 
-from swift.infer_engine import GRPOVllmEngine
 from swift.template import Template
 
-from swift_megatron_grpo.data.encoders import encode_as_engine
 from swift_megatron_grpo.data.image_formats import placeholder_texts
 from swift_megatron_grpo.data.recordings import RATE, tokens_of
 from swift_megatron_grpo.generation.protocol.model_identity import media_config
@@ -76,6 +74,21 @@ def tokens_of_image(processor: Any, width: int, height: int, resizes: bool) -> i
     return patches // int(images.merge_size**2)
 
 
+def tokens_of_media(processor: Any, inputs: dict[str, Any]) -> int:
+    """Return the tokens of an encoded prompt's media beyond the one placeholder that each has there."""
+    resizes = (inputs.get("mm_processor_kwargs") or {}).get("do_resize", True)
+    images = inputs.get("images") or []
+    tokens = sum(tokens_of_image(processor, image.width, image.height, resizes) - 1 for image in images)
+    for samples, rate in inputs.get("audios") or []:
+        if rate != RATE:
+            raise ValueError(
+                f"ms-swift's template has resampled a recording to {rate} samples per second; unset the "
+                f"environment variable SAMPLING_RATE, because trainer and engine must hear the same {RATE}"
+            )
+        tokens += tokens_of(len(samples)) - 1
+    return tokens + sum(_tokens_of_video(processor, video) for video in inputs.get("videos") or [])
+
+
 def _tokens_of_video(processor: Any, video: tuple[Any, dict[str, Any]]) -> int:
     """Return the most tokens that stand for frames of which no side is resized, texts with their times included."""
     frames, _, height, width = map(int, video[0].shape)
@@ -83,26 +96,3 @@ def _tokens_of_video(processor: Any, video: tuple[Any, dict[str, Any]]) -> int:
     if height % side or width % side:
         raise ValueError(f"frames of {width} x {height} pixels must have sides that are multiples of {side}")
     return frames // 2 * (height * width // side**2 + _MOST_TOKENS_OF_A_TIME)
-
-
-class EngineForImages(GRPOVllmEngine):
-    """ms-swift's engine, which counts all tokens of an image where ms-swift counts the one placeholder."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        encode_as_engine(self.template)
-
-    def _get_num_tokens(self, inputs: dict[str, Any], batch_idx: int | None = None) -> int:
-        tokens: int = GRPOVllmEngine._get_num_tokens(inputs, batch_idx)
-        images = inputs.get("images") or []
-        resizes = (inputs.get("mm_processor_kwargs") or {}).get("do_resize", True)
-        processor = self.template.processor
-        tokens += sum(tokens_of_image(processor, image.width, image.height, resizes) - 1 for image in images)
-        for samples, rate in inputs.get("audios") or []:
-            if rate != RATE:
-                raise ValueError(
-                    f"ms-swift's template has resampled a recording to {rate} samples per second; unset the "
-                    f"environment variable SAMPLING_RATE, because trainer and engine must hear the same {RATE}"
-                )
-            tokens += tokens_of(len(samples)) - 1
-        return tokens + sum(_tokens_of_video(processor, video) for video in inputs.get("videos") or [])

@@ -36,12 +36,19 @@ def sampling_params(engine: GRPOVllmEngine, inputs: dict[str, Any], request: Req
     request.max_tokens = min(request.max_tokens or room, room)
     params = engine._prepare_generation_config(request)
     engine._add_stop_words(params, request)
+    read_at_the_end(engine, params)
+    return params
+
+
+def read_at_the_end(engine: GRPOVllmEngine, params: SamplingParams) -> None:
+    """Make vLLM report a request once, as tokens and numbers. Requests for more than that keep ms-swift's way."""
     params.output_kind = RequestOutputKind.FINAL_ONLY
+    if params.logprobs or params.prompt_logprobs is not None:
+        return
     params.flat_logprobs = True
     # A stop word of one token is matched as a token; only longer ones must be searched in the text.
     params.stop = [word for word in params.stop if not engine._get_stop_token_ids([word])]
     params.detokenize = bool(params.stop)
-    return params
 
 
 def to_completions(engine: GRPOVllmEngine, inputs: dict[str, Any], result: Any) -> Iterator[Completion]:
