@@ -37,6 +37,7 @@ from swift_megatron_grpo.generation.conversations import checks as turns
 from swift_megatron_grpo.generation.conversations.agent_flag import scheduler_of
 from swift_megatron_grpo.generation.conversations.agents import is_agent
 from swift_megatron_grpo.generation.conversations.checks import check_registered
+from swift_megatron_grpo.generation.conversations.groups import answers_groups
 from swift_megatron_grpo.generation.vllm import batch_invariance
 from swift_megatron_grpo.generation.vllm.engine_kwargs import parse_json_object, passed_on
 from swift_megatron_grpo.generation.vllm.model_packages import fault_of_packages
@@ -254,14 +255,19 @@ def _check_turns(args: DerivedArguments) -> None:
         turns.check_max_turns(args.max_turns)
         return
     turns.check_multi_turn(args)
+    if answers_groups(args.multi_turn_scheduler) and args.completion_length_limit_scope == "total":
+        raise ValueError(
+            f"--multi_turn_scheduler {args.multi_turn_scheduler} runs all conversations of a prompt together, and "
+            "--completion_length_limit_scope total limits each; use per_round"
+        )
 
 
 def check_agent_reads_text(scheduler: str | None, media: str | None) -> None:
-    """Refuse rows with media for an agent. `media`: that the rows have."""
-    if media is not None and is_agent(scheduler):
+    """Refuse rows with media for an agent, and for conversations that branch. `media`: that the rows have."""
+    if media is not None and (is_agent(scheduler) or answers_groups(scheduler)):
         raise ValueError(
-            f"--multi_turn_scheduler {scheduler}: rows of the dataset have {media}, which calls of an agent cannot "
-            "have; use a scheduler with step(), or rows of text"
+            f"--multi_turn_scheduler {scheduler}: rows of the dataset have {media}, which neither calls of an agent "
+            "nor a scheduler with async_infer() can have; use a scheduler with step(), or rows of text"
         )
 
 

@@ -21,10 +21,12 @@ class Share:
     index: int
     of: int
     reports: bool  # True on the rank whose results count for the engine
+    whole_groups: bool = False  # one engine answers all completions of a prompt
 
-    def pick(self, requests: Sequence[T]) -> list[T]:
+    def pick(self, requests: Sequence[T], group_size: int = 1) -> list[T]:
         """Return a consecutive slice, so that most completions of one prompt share its cached prefix."""
-        begin, end = (len(requests) * i // self.of for i in (self.index, self.index + 1))
+        unit = group_size if self.whole_groups else 1
+        begin, end = (len(requests) // unit * i // self.of * unit for i in (self.index, self.index + 1))
         return list(requests[begin:end])
 
 

@@ -56,7 +56,7 @@ def conversation_payload(request: Request) -> dict[str, Any]:
 
 
 def to_rollout(request: Request, completion: Completion, weights_version: int) -> Rollout:
-    values = {field.name: getattr(completion, field.name) for field in fields(completion)}
+    values = {field.name: getattr(completion, field.name) for field in fields(completion) if field.name != "others"}
     earlier = tuple(
         TokenSequence(**{field.name: getattr(sequence, field.name) for field in fields(sequence)})
         for sequence in completion.earlier

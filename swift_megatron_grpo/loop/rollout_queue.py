@@ -148,7 +148,9 @@ class RolloutQueue:
     def _generate(self, started: StartedRollout, requests: list[Request], sampling: SamplingConfig) -> None:
         engine = self._stages.generation
         assert engine is not None
-        started.generation = engine.generate(engine.share.pick(requests), started.group_size, sampling)
+        started.generation = engine.generate(
+            engine.share.pick(requests, started.group_size), started.group_size, sampling
+        )
         started.missing = len(requests)
         started.versions = {self._engine_version}
 

@@ -42,8 +42,8 @@ def limit_completions_of_servers() -> None:
     payloads = remote_generation._Payloads
     payload = payloads.payload
 
-    def with_length(self: Any, request: Any, version: int) -> dict[str, Any]:
-        made = payload(self, request, version)
+    def with_length(self: Any, request: Any, *others: Any) -> dict[str, Any]:  # older checkouts have fewer
+        made = payload(self, request, *others)
         made["sampling"]["max_tokens"] = length_of(request.prompt.row, request.place)
         return made
 

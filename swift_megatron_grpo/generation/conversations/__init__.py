@@ -3,6 +3,7 @@
 checks.py      validates the multi-turn flags and names in ms-swift's registries, with suggestions
 blocking.py    runs tools that block in threads
 running.py     runs conversations with a scheduler, records their turns, ends those that outgrow the engine
+groups.py      schedulers that answer all completions of a prompt, and the turns of each
 turns.py       joins the turns of a conversation into one token sequence
 agents.py      conversations of agents, which call the policy at an address as they would call OpenAI's
 agent_flag.py  the agent of --agent: a coroutine of a file, or a command

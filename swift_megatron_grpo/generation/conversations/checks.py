@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Protocol
 
-from swift.rollout import MultiTurnScheduler, envs, multi_turns
+from swift.rollout import envs, multi_turns
 
 
 class TurnFlags(Protocol):
@@ -29,11 +29,6 @@ def check_multi_turn(flags: TurnFlags) -> None:
     check_registered("multi_turn_scheduler", [scheduler], multi_turns, "swift.rollout.multi_turn.multi_turns")
     if gym_env is not None:
         check_registered("gym_env", [gym_env], envs, "swift.rollout.gym_env.envs")
-    if multi_turns[scheduler].async_infer is not MultiTurnScheduler.async_infer:
-        raise ValueError(
-            f"--multi_turn_scheduler {scheduler} answers whole batches in its own async_infer(), and here every "
-            "request is one conversation; use a scheduler with run(), or with step() and on_turn_end()"
-        )
     check_max_turns(flags.max_turns)
 
 

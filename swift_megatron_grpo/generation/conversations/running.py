@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from swift.infer_engine import RequestConfig
@@ -24,6 +25,7 @@ from swift.rollout.multi_turn import GYMScheduler
 from swift.template import MaxLengthError
 
 from swift_megatron_grpo.generation.conversations.blocking import run_blocking_tools_in_threads
+from swift_megatron_grpo.generation.conversations.groups import overrides_async_infer, turns_of
 from swift_megatron_grpo.generation.conversations.turns import (
     Message,
     Turn,
@@ -42,9 +44,18 @@ class NoRoom(Exception):
 
 
 class TurnRecorder:
-    """Generates the turns of a conversation. `of_row`: the recordings and videos that a turn may have."""
+    """Generates the turns of a conversation, or of a group of them at the same time.
 
-    def __init__(self, sampling: RequestConfig, tokens_of_all_turns: int | None, of_row: Sequence[Any] = ()) -> None:
+    `of_row`: the recordings and videos that a turn may have.
+    """
+
+    def __init__(
+        self,
+        sampling: RequestConfig,
+        tokens_of_all_turns: int | None,
+        of_row: Sequence[Any] = (),
+        of_group: bool = False,
+    ) -> None:
         self.recorded: list[Turn] = []
         self.tokens_of_all_turns = tokens_of_all_turns
         self.continues = False  # the last turn continued the assistant message of the turn before
@@ -52,7 +63,8 @@ class TurnRecorder:
         self._seed, self._logprobs = sampling.seed, sampling.logprobs
         self._of_row = list(of_row)
         self._requested = 0
-        self._ended = False
+        self._of_group = of_group
+        self._ended = False  # a conversation by itself; in a group, others may continue
 
     async def generate(
         self,
@@ -80,7 +92,7 @@ class TurnRecorder:
         left = tokens_left(self.tokens_of_all_turns, self.recorded)
         media = [*request.images, *request.videos, *request.audios]
         if left == 0 or (media and sampled_any(placeholders, self.recorded)):
-            self._ended = True
+            self._ended = not self._of_group
             return empty_response(request)
         if left is not None:
             config = replace(config, max_tokens=left)
@@ -93,7 +105,7 @@ class TurnRecorder:
                     f"the first prompt leaves no room for an answer; start vLLM with a larger {flag}. It begins: "
                     f"{str(request.messages)[:200]}"
                 ) from None
-            self._ended = True
+            self._ended = not self._of_group
             return empty_response(request)
         self.recorded.append(replace(to_turn(response), spans=self.spans))
         return response
@@ -109,6 +121,7 @@ current: ContextVar[TurnRecorder | None] = ContextVar("current", default=None)  
 class Conversations:
     def __init__(self, scheduler: MultiTurnScheduler) -> None:
         self._scheduler = scheduler
+        self.answers_groups = overrides_async_infer(type(scheduler))
         run_blocking_tools_in_threads(scheduler)
         end_without_room(scheduler)
         if type(scheduler).run is MultiTurnScheduler.run:
@@ -119,24 +132,50 @@ class Conversations:
     async def complete(
         self, request: RolloutInferRequest, sampling: RequestConfig, tokens_of_all_turns: int | None
     ) -> Completion:
-        """Run a conversation to its end. A repeated request cancels the first, whose client no longer waits."""
-        uuid = request.uuid
+        """Run a conversation to its end."""
+        turns = TurnRecorder(sampling, tokens_of_all_turns, recordings_and_videos(request))
+        returned = await self._run([request], turns, partial(self._scheduler.run, request, sampling))
+        return finish(_checked(returned, turns.recorded), turns.recorded, self._scheduler.tokenizer.decode)
+
+    async def complete_group(
+        self, requests: Sequence[RolloutInferRequest], sampling: RequestConfig
+    ) -> list[Completion]:
+        """Let a scheduler that answers groups run all conversations of a prompt to their ends."""
+        turns = TurnRecorder(sampling, None, of_group=True)
+        scheduled = partial(self._scheduler.async_infer, list(requests), sampling, use_tqdm=False)
+        outputs = await self._run(requests, turns, scheduled)
+        if len(outputs) != len(requests):
+            raise InvalidRequest(
+                f"the scheduler returned {len(outputs)} conversations for the {len(requests)} completions of a prompt; "
+                "make it return as many as --num_generations says, and --num_generations_eval for an evaluation"
+            )
+        decode = self._scheduler.tokenizer.decode
+        chains = [turns_of(output, turns.recorded) for output in outputs]
+        return [
+            finish(_checked(output, chain), chain, decode, of_branch=True)
+            for output, chain in zip(outputs, chains, strict=True)
+        ]
+
+    async def _run(
+        self, requests: Sequence[RolloutInferRequest], turns: TurnRecorder, scheduled: Callable[[], Awaitable[Any]]
+    ) -> Any:
+        """Await the scheduler. A repeated request cancels the first, whose client no longer waits."""
+        uuid = requests[0].uuid
         while uuid in self._running:
             self._running[uuid].cancel()
             await asyncio.wait([self._running[uuid]])
         task = asyncio.current_task()
         assert task is not None
         self._running[uuid] = task
-        turns = TurnRecorder(sampling, tokens_of_all_turns, recordings_and_videos(request))
         current.set(turns)  # for this task, and for tasks that the scheduler creates in it
         try:
-            outputs = _checked(await self._scheduler.run(request, sampling), turns.recorded)
+            return await scheduled()
         finally:
             del self._running[uuid]
-            closing = asyncio.create_task(close_environment(self._scheduler, uuid))  # may be slow
-            self.closing.add(closing)
-            closing.add_done_callback(self.closing.discard)
-        return finish(outputs, turns.recorded, self._scheduler.tokenizer.decode)
+            for request in requests:
+                closing = asyncio.create_task(close_environment(self._scheduler, request.uuid))  # may be slow
+                self.closing.add(closing)
+                closing.add_done_callback(self.closing.discard)
 
 
 def _add_answer_prefix_to_steps(scheduler: MultiTurnScheduler) -> None:
@@ -188,11 +227,16 @@ def to_turn(response: ChatCompletionResponse) -> Turn:
     return Turn(list(response.prompt_token_ids), list(choice.token_ids), logprobs, choice.routed_experts)
 
 
-def finish(outputs: Sequence[RolloutOutput], turns: Sequence[Turn], decode: Callable[[list[int]], str]) -> Completion:
+def finish(
+    outputs: Sequence[RolloutOutput],
+    turns: Sequence[Turn],
+    decode: Callable[[list[int]], str],
+    of_branch: bool = False,
+) -> Completion:
     """Combine a scheduler's outputs with the recorded turns; a sequence is trained from its first sampled token on.
 
-    Several outputs are of turns in contexts of their own, each of which is trained: every turn is. One output is the
-    whole conversation, which leaves out what the scheduler has rewritten.
+    Several outputs are of turns in contexts of their own, each of which is trained: every turn is. So is every turn of
+    a branch. Otherwise one output is the whole conversation, which leaves out what the scheduler has rewritten.
     """
     output = outputs[-1]
     choice = output.response.choices[0]
@@ -206,7 +250,7 @@ def finish(outputs: Sequence[RolloutOutput], turns: Sequence[Turn], decode: Call
         ends = [end for end, message in enumerate(messages, 1) if message["role"] == "assistant" and message["content"]]
         messages = messages[: ends[-1]] if ends else messages
     messages = [{**message, "content": _as_text(message["content"], decode)} for message in messages]
-    *earlier, last = branches(turns, masked) if len(outputs) > 1 else [join(turns, masked)]
+    *earlier, last = branches(turns, masked) if of_branch or len(outputs) > 1 else [join(turns, masked)]
     lost = {"lost_turns": last.lost_turns} if last.lost_turns else {}
     return Completion(
         prompt_ids=last.prompt_ids,

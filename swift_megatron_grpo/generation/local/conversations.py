@@ -7,11 +7,12 @@ need not wait. Scheduler and environments are on each engine's first rank, which
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import closing, suppress
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from swift.infer_engine.protocol import ChatCompletionResponse, RolloutInferRequ
 from swift.rollout import multi_turns
 from swift.template import Template
 
+from swift_megatron_grpo.generation.conversations.groups import answers_groups
 from swift_megatron_grpo.generation.conversations.running import Conversations, NoRoom, current, has_room
 from swift_megatron_grpo.generation.interface import Request
 from swift_megatron_grpo.generation.local.engine import LocalVllm
@@ -72,6 +74,7 @@ class MultiTurnVllm(LocalVllm):
             )
         )
         size = config.vllm_tensor_parallel_size
+        self.share = replace(self.share, whole_groups=answers_groups(turns.scheduler))
         self._first_rank = dist.get_rank() // size * size
         self._stop = stop
         self._steps = 1 if self._engine_ranks is None else _STEPS_OF_RANKS
@@ -111,16 +114,10 @@ class MultiTurnVllm(LocalVllm):
 
     async def _converse(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Completion]:
         """Run conversations to their ends. Return their completions in order."""
-        self._open, self._asked, self._answers, self._changed = len(requests), [], {}, asyncio.Event()
-        limit = sampling.max_completion_length if sampling.limits_conversations else None
-        tasks = [
-            asyncio.create_task(
-                self._conversations.complete(
-                    conversation_request(request), request_config(sampling, request.seed), limit
-                )
-            )
-            for request in requests
-        ]
+        first = [place for place, request in enumerate(requests) if request.place == 0 or not self.share.whole_groups]
+        groups = [requests[begin:end] for begin, end in pairwise([*first, len(requests)])]
+        self._open, self._asked, self._answers, self._changed = len(groups), [], {}, asyncio.Event()
+        tasks = [asyncio.create_task(self._converse_together(group, sampling)) for group in groups]
         for task in tasks:
             task.add_done_callback(self._end_one)
         completed = asyncio.gather(*tasks)  # done as well if one fails, which ends this generation
@@ -131,7 +128,7 @@ class MultiTurnVllm(LocalVllm):
                 self._stop.raise_if_out_of_time()
                 if self._asked or self._answers:
                     self._step_engine()
-            return list(await completed)
+            return list(chain.from_iterable(await completed))
         finally:
             if self._others_wait:  # otherwise the engine has failed, on all its ranks
                 self._broadcast(None)
@@ -140,6 +137,18 @@ class MultiTurnVllm(LocalVllm):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await asyncio.gather(*self._conversations.closing)
+
+    async def _converse_together(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Completion]:
+        """Run one conversation, or those of a prompt if the scheduler answers groups."""
+        conversations, config = list(map(conversation_request, requests)), request_config(sampling, requests[0].seed)
+        if self.share.whole_groups:
+            return await self._conversations.complete_group(conversations, config)
+        limit = sampling.max_completion_length if sampling.limits_conversations else None
+        return [await self._conversations.complete(conversations[0], config, limit)]
+
+    async def _batch_infer_stream(self, conversations: Sequence[Awaitable[Any]], *_: Any) -> list[Any]:
+        """Run the conversations of ms-swift's `async_infer`, which a scheduler calls for those of a prompt."""
+        return await asyncio.gather(*conversations)
 
     async def _let_conversations_run(self) -> None:
         """Run conversations until each waits for its turn or its tool; wait for a tool if there is no turn."""
@@ -152,7 +161,7 @@ class MultiTurnVllm(LocalVllm):
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), _POLL_SECONDS)
 
-    def _end_one(self, task: asyncio.Task[Completion]) -> None:
+    def _end_one(self, task: asyncio.Task[list[Completion]]) -> None:
         self._open -= 1
         self._changed.set()
 

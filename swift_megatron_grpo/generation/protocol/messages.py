@@ -23,7 +23,7 @@ from swift_megatron_grpo.packing.expert_rows import decode_rows, encode_rows
 from swift_megatron_grpo.types import ExpertRows
 
 T = TypeVar("T")
-PROTOCOL = 21  # increased by every change that is not compatible
+PROTOCOL = 22  # increased by every change that is not compatible
 NO_WEIGHTS = -1  # version of a server that has the checkpoint's weights, or newer ones only in part
 RUN_HEADER = "X-GRPO-Run"  # the name of the run that sends a request; the status shows it
 RUN_SECRET_HEADER = "X-GRPO-Run-Secret"  # proves that the request is from that run; no server reports it
@@ -152,6 +152,7 @@ class Completion:
     messages: Messages = None
     infos: Infos = field(default_factory=dict)  # rollout_infos of scheduler and environment
     earlier: tuple[SentSequence, ...] = ()  # sequences before the last one, whose tokens are those above
+    others: tuple[Completion, ...] = ()  # of the same prompt, if the request asked for a group
     # of the prompt and all but the last token, [t - 1, layers, k], if the request asked for them
     routed_experts: Experts = field(default=None, compare=False)
 
@@ -179,6 +180,7 @@ class ConversationSettings:
     gym_env: str | None  # key of swift.rollout.envs, for rows that name none
     use_gym_env: StrictBool  # the environment's reward is one of the rewards
     reads_media: StrictBool = True  # False: the calls of its agent have messages of text alone
+    answers_groups: StrictBool = False  # a request is for all completions of a prompt
 
 
 @dataclass(frozen=True, slots=True)

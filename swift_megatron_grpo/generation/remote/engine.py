@@ -74,6 +74,7 @@ class RemoteVllm:
         self._version = NO_WEIGHTS  # of the newest weights
         self._recipients: list[Server] = []  # servers that needed weights at the last call of `needs_weights`
         self._failed_syncs: list[str] = []  # consecutive, of the newest weights, on healthy servers
+        self._whole_groups = False  # a server's scheduler answers all completions of a prompt
         self._generations: list[RemoteGeneration] = []  # running, oldest first
         if rank == 0:
             self._events = EventLoopThread("rollout servers")
@@ -98,8 +99,9 @@ class RemoteVllm:
             for note in notes_on(status, self._config):
                 logger.info(f"rollout server {url}: {note}")
         self._servers.start_polling()
-        conversations = [status.conversations for status in statuses.values()]
-        return any(settings is not None and settings.use_gym_env for settings in conversations)
+        conversations = [status.conversations for status in statuses.values() if status.conversations is not None]
+        self._whole_groups = any(settings.answers_groups for settings in conversations)
+        return any(settings.use_gym_env for settings in conversations)
 
     async def _problems(self, server: Server) -> list[str]:
         try:
@@ -312,7 +314,15 @@ class RemoteVllm:
             return interface.BatchGeneration(dict)  # this rank contacts no server, so it has no results
         older = [generation for generation in self._generations if generation.is_running]
         generation = RemoteGeneration(
-            self._events, self._servers, requests, group_size, sampling, self._version, older, self._template
+            self._events,
+            self._servers,
+            requests,
+            group_size,
+            sampling,
+            self._version,
+            older,
+            self._template,
+            self._whole_groups,
         )
         self._generations = [*older, generation]
         return generation

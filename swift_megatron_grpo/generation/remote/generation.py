@@ -75,7 +75,7 @@ class _Payloads:
     def media(self, prompt: Prompt) -> list[tuple[str, bytes]]:
         return list(itertools.chain.from_iterable(self._media_of(prompt).values()))
 
-    def payload(self, request: Request, version: int) -> dict[str, Any]:
+    def payload(self, request: Request, version: int, group: int | None) -> dict[str, Any]:
         sampling, name = self._sampling, request.prompt.prompt_id
         media = self._media_of(request.prompt)
         text_only = replace(request, prompt=without_media(request.prompt))
@@ -89,6 +89,7 @@ class _Payloads:
             ),
             **{f"{kind}_digests": [digest for digest, _ in of_kind] for kind, of_kind in media.items()},
             "experts": request.returns_experts,
+            "group": group,
             "weights_version": version,
             "newer_weights": self._newer_weights,
         }
@@ -107,12 +108,15 @@ class RemoteGeneration:
         version: int,
         older: Sequence[RemoteGeneration] = (),
         template: Template | None = None,  # samples the videos of prompts; None: they have none
+        whole_groups: bool = False,  # a server answers all completions of a prompt together
     ) -> None:
         self._events, self._servers = events, servers
         self._older = list(older)
         self._requests, self._group_size, self._version = requests, group_size, version
         self._sampling = sampling
-        self._dispatcher = Dispatcher(len(requests))
+        self._unit = group_size if whole_groups else 1  # requests that are sent as one
+        self._dispatcher = Dispatcher(len(requests) // self._unit)
+        self._whole_groups = whole_groups
         self._tasks: dict[str, set[asyncio.Task[None]]] = defaultdict(set)  # by server; each sends a batch
         # Groups of completions that have not been returned yet, and for each the server and the tokens of the prompt of
         # its first completion: by place of the group, and by number of the request.
@@ -217,7 +221,8 @@ class RemoteGeneration:
             status = ready[url].status
             assert status is not None
             # a few more than it runs at a time, so that the next one is queued there when one ends
-            self._dispatcher.admit(url, status.max_num_seqs + max(status.max_num_seqs // 8, 1))
+            slots = status.max_num_seqs + max(status.max_num_seqs // 8, 1)
+            self._dispatcher.admit(url, max(slots // self._unit, 1))
 
     def _start(self) -> None:
         """Send requests to the slots that older generations leave free, in batches but for those with images."""
@@ -231,7 +236,7 @@ class RemoteGeneration:
             assigned[url].append(number)
         for server in servers:
             numbers = assigned[server.url]
-            with_images = {number for number in numbers if self._payloads.media(self._requests[number].prompt)}
+            with_images = {number for number in numbers if self._payloads.media(self._first_of(number).prompt)}
             together = [number for number in numbers if number not in with_images]
             batches = [together[begin : begin + MOST_IN_BATCH] for begin in range(0, len(together), MOST_IN_BATCH)]
             for batch in [*([number] for number in with_images), *batches]:
@@ -282,8 +287,9 @@ class RemoteGeneration:
 
     async def _send(self, numbers: Sequence[int], server: Server, version: int, accept: Accept) -> None:
         """Send requests after their images; once more if the server no longer has these."""
-        requests = [self._requests[number] for number in numbers]
-        payloads = [self._payloads.payload(request, version) for request in requests]
+        requests = [self._first_of(number) for number in numbers]
+        group = self._unit if self._whole_groups else None
+        payloads = [self._payloads.payload(request, version, group) for request in requests]
         images = dict(image for request in requests for image in self._payloads.media(request.prompt))
         timeout = self._servers.config.request_timeout
         await server.images.send(images, timeout)
@@ -310,20 +316,33 @@ class RemoteGeneration:
         """Record a completion, unless the server was lost in the meantime or the completion cannot be right."""
         if server.status is None:
             return
-        request = self._requests[number]
-        place = number // self._group_size
+        requests = self._requests[number * self._unit : (number + 1) * self._unit]
+        completions = [completion, *completion.others]
+        place, request = number * self._unit // self._group_size, requests[0]
         newest = self._servers.newest if self._servers.config.updates_in_flight else version
-        problem = problem_of(
-            completion, range(version, newest + 1), server.status.max_model_len, self._sampling, self._servers.config
-        ) or self._other_prompt(place, request.prompt, server, completion)
+        problems = (
+            problem_of(
+                each, range(version, newest + 1), server.status.max_model_len, self._sampling, self._servers.config
+            )
+            or self._other_prompt(place, request.prompt, server, each)
+            for each in completions
+        )
+        problem = next(filter(None, problems), None)
+        if len(completions) != len(requests):
+            problem = f"it is {len(completions)} completions, and {len(requests)} were requested"
         if problem is not None:
             self._servers.exclude(server, f"its completion of prompt {request.prompt.prompt_id} is invalid: {problem}")
-        elif not self._is_verified(server, completion):
+        elif not all(self._is_verified(server, each) for each in completions):
             self._unverified.append((number, server, completion, version))
         elif self._failure is None and self._dispatcher.finish(number, server.url):
-            self._groups[place][number] = to_rollout(request, completion, completion.weights_version)
+            for index, (each, its) in enumerate(zip(requests, completions, strict=True), number * self._unit):
+                self._groups[place][index] = to_rollout(each, its, its.weights_version)
             for recovery in self._lost_requests.record_completion(number, time.monotonic()):
                 logger.warning(recovery)
+
+    def _first_of(self, number: int) -> Request:
+        """Return the first of the requests that are sent under this number."""
+        return self._requests[number * self._unit]
 
     def _is_verified(self, server: Server, completion: Completion) -> bool:
         """Return True unless weights that arrived in flight, and are not known to be right, generated its last tokens.
@@ -357,7 +376,7 @@ class RemoteGeneration:
 
     def _retry_or_fail(self, number: int, server: Server, failure: ServerFailure) -> None:
         """Queue a request again that a healthy server did not complete. Fail the generation after MAX_ATTEMPTS."""
-        prompt = self._requests[number].prompt
+        prompt = self._first_of(number).prompt
         if self._dispatcher.refuse(number, server.url) < MAX_ATTEMPTS:
             logger.warning(f"{server.url} did not complete prompt {prompt.prompt_id}, which will be retried: {failure}")
             return

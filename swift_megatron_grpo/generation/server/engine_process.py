@@ -24,6 +24,7 @@ from vllm.exceptions import VLLMValidationError
 
 from swift_megatron_grpo.data.image_formats import placeholder_of
 from swift_megatron_grpo.data.images import portable_images
+from swift_megatron_grpo.generation.conversations.groups import members
 from swift_megatron_grpo.generation.conversations.running import Conversations, NoRoom, current, has_room
 from swift_megatron_grpo.generation.protocol.messages import (
     MISSING_IMAGES,
@@ -311,24 +312,42 @@ class EngineCommands:
         audio_digests: Sequence[str] = (),
         video_digests: Sequence[str] = (),
         experts: bool = False,
+        group: int | None = None,
     ) -> dict[str, Any]:
-        """Generate a completion, or a conversation if this server has a scheduler."""
+        """Generate a completion, or a conversation if this server has a scheduler: of a group, all `group` of them."""
         for kind, digests in (("image", image_digests), ("audio", audio_digests), ("video", video_digests)):
             if digests:
                 request = {**request, f"{kind}s": self._images.get([f"{kind} {digest}" for digest in digests])}
-        if self._conversations is None:
-            work = self._single.complete(request, sampling)
-        else:
-            work = self._conversations.complete(
-                RolloutInferRequest(**request), RequestConfig(**sampling), tokens_of_all_turns
+        work = self._completions(request, sampling, tokens_of_all_turns, group)
+        completions = [with_versions(each, self._version) for each in await self._cancelled_by_new_weights(work)]
+        first, *others = [await self._sent(completion, experts) for completion in completions]
+        return replace(first, others=tuple(others)).to_json()
+
+    async def _completions(
+        self, request: dict[str, Any], sampling: dict[str, Any], tokens_of_all_turns: int | None, group: int | None
+    ) -> list[Completion]:
+        conversations = self._conversations
+        answers = conversations is not None and conversations.answers_groups
+        if answers != (group is not None) or (group is not None and tokens_of_all_turns is not None):
+            raise InvalidRequest(
+                "if the server's scheduler answers all completions of a prompt, a request must have 'group', and no "
+                "'tokens_of_all_turns' (--completion_length_limit_scope per_round); otherwise it must have no 'group'"
             )
-        completion = with_versions(await self._cancelled_by_new_weights(work), self._version)
+        if conversations is None:
+            return [await self._single.complete(request, sampling)]
+        asked, config = RolloutInferRequest(**request), RequestConfig(**sampling)
+        if group is not None:
+            return await conversations.complete_group(members(asked, group), config)
+        return [await conversations.complete(asked, config, tokens_of_all_turns)]
+
+    async def _sent(self, completion: Completion, experts: bool) -> Completion:
+        """Return what is sent of a completion: its images as files, and its experts if they were asked for."""
         if "images" in completion.infos and images.most_per_prompt(
             "image", self._engine.engine.vllm_config.model_config
         ):
             shown = await asyncio.to_thread(portable_images, completion.infos["images"])
             completion = replace(completion, infos={**completion.infos, "images": shown})
-        return (completion if experts else replace(completion, routed_experts=None)).to_json()
+        return completion if experts else replace(completion, routed_experts=None)
 
     async def take_draft_counts(self) -> dict[str, Any]:
         [counts, *_] = await self._engine.engine.collective_rpc("grpo_take_draft_counts")  # every worker has the same

@@ -27,6 +27,7 @@ from swift_megatron_grpo.data.images import MAX_PIXELS, check_sent, digest_of
 from swift_megatron_grpo.data.recordings import check_heard
 from swift_megatron_grpo.data.videos import MAGIC, Frames
 from swift_megatron_grpo.generation.conversations.agents import is_agent
+from swift_megatron_grpo.generation.conversations.groups import answers_groups
 from swift_megatron_grpo.generation.protocol import messages
 from swift_megatron_grpo.generation.server import gate, pipe, schema
 from swift_megatron_grpo.generation.server.arguments import GRPORolloutArguments
@@ -125,7 +126,8 @@ class RolloutRoutes:
         if args.multi_turn_scheduler:
             conversations = messages.ConversationSettings(
                 args.multi_turn_scheduler, args.max_turns, args.gym_env, bool(args.use_gym_env),
-                reads_media=not is_agent(args.multi_turn_scheduler),
+                reads_media=not (is_agent(args.multi_turn_scheduler) or answers_groups(args.multi_turn_scheduler)),
+                answers_groups=answers_groups(args.multi_turn_scheduler),
             )  # fmt: skip
         now = time.monotonic()
         if self._lease.touch(run, now):

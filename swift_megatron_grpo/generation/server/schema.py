@@ -39,6 +39,7 @@ _CHARACTERS_PER_TOKEN = 32  # more than any tokenizer needs for text
 _LEAST_CHARACTERS = 2**20
 _INT64 = 2**63
 _PROBE_IMAGE, _PROBE_PIXELS = 2**18, 2**16  # characters and pixels of the image that verifies weights
+_MOST_IN_GROUP = 1024  # completions of a prompt
 _LEVELS_OF_BATCH = 2  # that a batch puts around its requests
 _MEDIA = re.compile(r"(image|video|audio)(_url)?")
 _BASE64 = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,[A-Za-z0-9+/]+={0,2}", re.ASCII)
@@ -237,6 +238,7 @@ class GenerateRequest(Strict):
     weights_version: Version  # that the trainer expects
     newer_weights: bool = False  # weights of a later version may generate it as well, or a part of it
     tokens_of_all_turns: Annotated[int, Field(ge=1, lt=2**31)] | None = None  # limit of a conversation; None: none
+    group: Annotated[int, Field(ge=1, le=_MOST_IN_GROUP)] | None = None  # completions, of a scheduler that answers all
 
     @field_validator("image_digests", "audio_digests", "video_digests")
     @classmethod

@@ -8,16 +8,13 @@ from typing import Any
 import pytest
 from swift.rollout import MultiTurnScheduler, multi_turns
 
-from swift_megatron_grpo.arguments.environment import check_agent_reads_text
+from swift_megatron_grpo.arguments.environment import _check_turns, check_agent_reads_text
 from swift_megatron_grpo.generation.conversations import checks
 from swift_megatron_grpo.generation.conversations.agents import register_agent
 
 
 def test_conversation_flags_name_registered_schedulers_and_environments(monkeypatch: pytest.MonkeyPatch) -> None:
-    class OfBatches(MultiTurnScheduler):
-        async def async_infer(self, *_: Any, **__: Any) -> Any: ...
-
-    monkeypatch.setattr(checks, "multi_turns", {"a": MultiTurnScheduler, "b": OfBatches})
+    monkeypatch.setattr(checks, "multi_turns", {"a": MultiTurnScheduler, "b": MultiTurnScheduler})
     monkeypatch.setattr(checks, "envs", {"e": object})
 
     def check(scheduler: str | None = None, **flags: Any) -> None:
@@ -36,11 +33,25 @@ def test_conversation_flags_name_registered_schedulers_and_environments(monkeypa
             "unknown name 'c' in --multi_turn_scheduler; known are a, b, and everything that a file given to",
         ),
         ("a", {"gym_env": "f"}, "unknown name 'f' in --gym_env; known are e"),
-        ("b", {}, r"--multi_turn_scheduler b answers whole batches in its own async_infer\(\)"),
         ("a", {"max_turns": 0}, "leave --max_turns out for no limit"),
     ):
         with pytest.raises(ValueError, match=message):
             check(scheduler, **flags)
+
+
+def test_conversations_that_branch_are_refused_on_media_and_limits_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Branching(MultiTurnScheduler):
+        async def async_infer(self, *_: Any, **__: Any) -> Any: ...
+
+    monkeypatch.setitem(multi_turns, "branching", Branching)
+    with pytest.raises(ValueError, match=r"branching: rows of the dataset have images, .*async_infer"):
+        check_agent_reads_text("branching", "images")
+    flags = {"uses_servers": False, "multi_turn_scheduler": "branching", "max_turns": None, "gym_env": None}
+    args: Any = SimpleNamespace(**flags, use_gym_env=None, completion_length_limit_scope="per_round")
+    _check_turns(args)
+    args.completion_length_limit_scope = "total"
+    with pytest.raises(ValueError, match=r"branching .*--completion_length_limit_scope total .*use per_round"):
+        _check_turns(args)
 
 
 def test_agents_are_refused_on_rows_with_media() -> None:

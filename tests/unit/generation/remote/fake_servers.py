@@ -36,6 +36,7 @@ class FakeServer:
     batches: list[int] = field(default_factory=list)  # their sizes
     refuses_batches: bool = False
     ends_early: bool = False  # its batches end without an answer
+    lacks: int = 0  # completions of each group
 
     async def generate_batch(self, request: web.Request) -> web.StreamResponse:
         payloads = (await request.json())["requests"]
@@ -70,6 +71,8 @@ class FakeServer:
         finally:
             del self.held[question]
         completion = Completion([1], [2], [-1.0], question, "stop", payload["weights_version"])
+        others = [replace(completion, text=f"{question}{place}") for place in range(1, payload["group"] or 1)]
+        completion = replace(completion, others=tuple(others[self.lacks :]))
         in_json = {name: value for name, value in self.wrong.items() if isinstance(value, str)}
         wrong = {name: value for name, value in self.wrong.items() if name not in in_json}
         return {"completion": replace(completion, **wrong).to_json() | in_json}
@@ -149,12 +152,20 @@ class Cluster:
         self.events.run(answer())
 
     def generate(
-        self, names: str, version: int, older: list[RemoteGeneration] | None = None, group_size: int = 1
+        self,
+        names: str,
+        version: int,
+        older: list[RemoteGeneration] | None = None,
+        group_size: int = 1,
+        whole: int | None = None,
     ) -> RemoteGeneration:
-        """Start a generation of one completion per letter."""
+        """Start a generation of one completion per letter, or of `whole` that a scheduler answers together."""
         prompts = [Prompt(name, {"messages": [{"role": "user", "content": name}]}) for name in names]
-        requests = requests_for(prompts, 1, None, version)
-        generation = RemoteGeneration(self.events, self.servers, requests, group_size, SAMPLING, version, older or [])
+        requests = requests_for(prompts, whole or 1, None, version)
+        generation = RemoteGeneration(
+            self.events, self.servers, requests, whole or group_size, SAMPLING, version, older or [],
+            whole_groups=whole is not None,
+        )  # fmt: skip
         self.generations.append(generation)
         return generation
 

@@ -297,3 +297,34 @@ def test_a_batch_that_ends_early_loses_the_server_and_is_retried(cluster: Cluste
     wait_until(lambda: set(cluster.fakes[1].held) == set("ab"))
     cluster.release("a", "b")
     assert texts(collect(generation, 0, 2)) == {"a", "b"}
+
+
+def test_a_group_is_one_request_and_is_retried_as_a_whole(cluster: Cluster) -> None:
+    """A server of eight slots and one more has four groups of two at a time."""
+    [one, other], [lost, fake] = cluster.servers.all, cluster.fakes
+    cluster.receive_weights(one, 3)
+    generation = cluster.generate("abcde", 3, whole=2)
+    wait_until(lambda: len(lost.received) == 4)
+    cluster.release("b")
+    assert [each.text for each in collect(generation, 3, 2)] == ["b", "b1"]
+    cluster.receive_weights(other, 3)
+    cluster.lose(one)
+    wait_until(lambda: sorted(fake.received) == ["a", "c", "d", "e"])
+    cluster.release(*"acde")
+    assert sorted(each.text for each in collect(generation, 3, 8)) == sorted(f"{n}{k}" for n in "acde" for k in ("", 1))
+    assert not generation.is_running
+
+
+def test_a_server_that_lacks_a_completion_of_a_group_is_unused(cluster: Cluster) -> None:
+    [one, other], [fake, healthy] = cluster.servers.all, cluster.fakes
+    cluster.receive_weights(one, 3)
+    fake.lacks = 1
+    generation = cluster.generate("a", 3, whole=3)
+    wait_until(lambda: fake.received == ["a"])
+    cluster.release("a")
+    wait_until(lambda: one.is_lost)
+    assert "it is 2 completions, and 3 were requested" in one.loss_reason
+    cluster.receive_weights(other, 3)
+    wait_until(lambda: healthy.received == ["a"])
+    cluster.release("a")
+    assert [each.text for each in collect(generation, 3, 3)] == ["a", "a1", "a2"]

@@ -15,7 +15,7 @@ from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS, Complet
 from swift_megatron_grpo.generation.server.engine_process import EngineCommands, MissingImages, with_versions
 
 
-def run(call: Callable[[EngineCommands], Awaitable[Any]]) -> None:
+def run(call: Callable[[EngineCommands], Awaitable[Any]], conversations: Any = None) -> None:
     """Await what `call` returns for the commands of an engine that runs; it generates nothing here."""
     processor = SimpleNamespace(process_outputs=None)
     tokenizer = SimpleNamespace(convert_tokens_to_ids={"<image>": 7, "<audio>": 8, "<video>": 9}.get)
@@ -27,7 +27,7 @@ def run(call: Callable[[EngineCommands], Awaitable[Any]]) -> None:
     engine: Any = SimpleNamespace(engine=SimpleNamespace(errored=False, output_processor=processor), template=template)
 
     async def scenario() -> None:
-        await call(EngineCommands(engine, None, max_media_bytes=1))
+        await call(EngineCommands(engine, conversations, max_media_bytes=1))
 
     asyncio.run(scenario())
 
@@ -56,6 +56,20 @@ def test_a_text_to_score_has_one_place_for_its_recording(tokens: list[int]) -> N
 def test_a_text_to_score_has_one_place_for_its_video(tokens: list[int]) -> None:
     with pytest.raises(InvalidRequest, match="'tokens' must have one placeholder of the video"):
         run(lambda commands: commands.commands["score_text"](tokens=tokens, video="UklGRg=="))
+
+
+@pytest.mark.parametrize(
+    ("conversations", "given"),
+    [
+        (None, {"group": 4}),
+        (SimpleNamespace(answers_groups=False), {"group": 4}),
+        (SimpleNamespace(answers_groups=True), {}),
+        (SimpleNamespace(answers_groups=True), {"group": 4, "tokens_of_all_turns": 9}),
+    ],
+)
+def test_a_group_is_for_a_scheduler_that_answers_groups(conversations: Any, given: dict[str, int]) -> None:
+    with pytest.raises(InvalidRequest, match="a request must have 'group', and no 'tokens_of_all_turns'"):
+        run(lambda commands: commands.commands["generate"](request={}, sampling={}, **given), conversations)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def body_of(request: dict[str, Any], sampling: RequestConfig = SAMPLING) -> dict
 
 
 VALID: dict[str, Any] = {
-    Routes.GENERATE: body_of(conversation_payload(Request(1, PROMPT, seed=3))) | {"newer_weights": True},
+    Routes.GENERATE: body_of(conversation_payload(Request(1, PROMPT, seed=3))) | {"newer_weights": True, "group": 4},
     Routes.GENERATE_BATCH: {"requests": [body_of(conversation_payload(Request(i, PROMPT, seed=i))) for i in range(3)]},
     Routes.SCORE: {"tokens": [1, 2, 299], "weights_version": 0},
     Routes.JOIN: {"host": "fe80::1%eth0", "port": 0, "timeout": 240.0},
@@ -143,6 +143,12 @@ def test_an_error_names_the_field_and_not_its_value(change: dict[str, Any], prob
 def test_whether_weights_change_in_flight_is_true_or_false(route: str, field: str, value: Any) -> None:
     with pytest.raises(InvalidBody, match=f"'{field}'"):
         parse(encode(VALID[route] | {field: value}), SCHEMAS[route], TEXT)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1025, 2**70, "4", True, 1.5, [4]])
+def test_a_group_has_a_number_of_completions(value: Any) -> None:
+    with pytest.raises(InvalidBody, match=r"'group'|64 bits"):
+        parse(encode(VALID[Routes.GENERATE] | {"group": value}), GenerateRequest, TEXT)
 
 
 def encoded(kind: str = "PNG", side: int = 8) -> str:

@@ -1,0 +1,45 @@
+"""Schedulers that answer all completions of a prompt at once, such as a tree whose branches share what they begin with.
+
+They override ms-swift's `async_infer`, which gets one request for each completion and returns a conversation for each.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from swift.infer_engine.protocol import RolloutInferRequest, RolloutOutput
+from swift.rollout import MultiTurnScheduler, multi_turns
+
+from swift_megatron_grpo.generation.conversations.turns import Turn
+
+
+def answers_groups(scheduler: str | None) -> bool:
+    return scheduler is not None and overrides_async_infer(multi_turns[scheduler])
+
+
+def overrides_async_infer(scheduler: type[MultiTurnScheduler]) -> bool:
+    return bool(scheduler.async_infer is not MultiTurnScheduler.async_infer)
+
+
+def members(first: RolloutInferRequest, number: int) -> list[RolloutInferRequest]:
+    """Return the requests of all completions of a prompt. `first`: that of its first one, whose id ends with -0."""
+    prompt = str(first.uuid).removesuffix("-0")
+    return [replace(first, uuid=f"{prompt}-{place}", messages=list(first.messages)) for place in range(number)]
+
+
+def turns_of(output: RolloutOutput, recorded: Sequence[Turn]) -> list[Turn]:
+    """Return the turns of one conversation, of all that its prompt's conversations have had.
+
+    Each has the tokens of one of its responses and follows the turn before. A scheduler may have rewritten what is in
+    between; then any turn with these tokens does.
+    """
+    chain: list[Turn] = []
+    responses = output.response_token_ids or [output.response.choices[0].token_ids]
+    for response in filter(None, responses):  # the last one is empty if the engine had no room for it
+        sampled = [turn for turn in recorded if turn.completion_ids == list(response)]
+        following = [turn for turn in sampled if chain and turn.prompt_ids[: chain[-1].length] == chain[-1].tokens]
+        if not sampled:
+            raise ValueError(
+                f"the scheduler returned {len(response)} tokens that the engine did not sample in one turn"
+            )
+        chain.append((following or sampled)[0])
+    return chain

@@ -1,0 +1,123 @@
+"""Schedulers that answer all completions of a prompt: each conversation has the turns that led to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
+from swift.rollout import multi_turns
+
+from swift_megatron_grpo.generation.conversations.groups import answers_groups, members, turns_of
+from swift_megatron_grpo.generation.conversations.running import Conversations, NoRoom, current
+from swift_megatron_grpo.generation.conversations.turns import Turn
+from swift_megatron_grpo.generation.interface import Share
+from swift_megatron_grpo.generation.protocol.messages import Completion, InvalidRequest
+from tests.support.tree import Tree
+from tests.unit.generation.conversations.answering import USER, Engine
+
+FIRST = RolloutInferRequest(messages=[dict(USER)], uuid="7-0")
+
+
+class TreeEngine(Engine):
+    """Has no room for prompts with one of these texts."""
+
+    without_room = frozenset[str]()
+
+    async def _batch_infer_stream(self, conversations: Sequence[Any], *_: Any) -> list[Any]:
+        return await asyncio.gather(*conversations)
+
+    async def infer_async(self, request: RolloutInferRequest, config: RequestConfig, **options: Any) -> Any:
+        if request.messages[-1]["content"] in self.without_room:
+            turns = current.get()
+            assert turns is not None
+
+            async def infer(_: RequestConfig) -> Any:
+                raise NoRoom
+
+            return await turns.generate(request, config, infer, frozenset())
+        return await super().infer_async(request, config, **options)
+
+
+def complete(engine: TreeEngine, width: int, scheduler: type[Tree] = Tree) -> list[Completion]:
+    async def main() -> list[Completion]:
+        conversations = Conversations(scheduler(infer_engine=engine, tokenizer=engine))
+        sampling = RequestConfig(max_tokens=9, logprobs=True, seed=5)
+        return await conversations.complete_group(members(FIRST, width), sampling)
+
+    return asyncio.run(main())
+
+
+def test_each_conversation_has_the_turns_of_its_branch() -> None:
+    engine = TreeEngine()
+    completions = complete(engine, 4)
+    assert len(engine.requests) == 1 + 2 + 4  # what branches begin with is generated once
+    # prompt, first answer, "Pair 0." or "Pair 1.", second answer, "Leaf 0-0." and so on, third answer
+    expected = [[101, 7, 102, 9, 104], [101, 7, 102, 9, 105], [101, 7, 103, 9, 106], [101, 7, 103, 9, 107]]
+    for completion, tokens in zip(completions, expected, strict=True):
+        assert completion.prompt_ids == [len(USER["content"])] and completion.completion_ids == tokens
+        assert completion.sampled == [True, False, True, False, True]
+        assert completion.logprobs == [-1.0] * 3 and completion.infos["num_turns"] == 3
+        assert [message["role"] for message in completion.messages or ()] == ["user", "assistant"] * 3
+    seeds = [config.seed for config in engine.sampling]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_the_engine_may_have_no_room_for_one_branch() -> None:
+    engine = TreeEngine()
+    engine.without_room = frozenset({"Leaf 0-1."})
+    completions = complete(engine, 4)
+    assert completions[1].completion_ids == [101, 7, 102] and completions[1].finish_reason == "length"
+    assert [len(each.completion_ids) for each in completions] == [5, 3, 5, 5]
+
+
+def test_a_scheduler_must_return_as_many_as_completions() -> None:
+    class TooFew(Tree):
+        missing = 1
+
+    with pytest.raises(InvalidRequest, match=r"3 conversations for the 4 completions of a prompt; .*--num_generations"):
+        complete(TreeEngine(), 4, TooFew)
+
+
+def test_tokens_that_no_turn_sampled_are_refused() -> None:
+    class Rewrites(Tree):
+        async def run(self, *arguments: Any, **options: Any) -> Any:
+            outputs = await super().run(*arguments, **options)
+            outputs[1].response_token_ids[2] = [5]
+            return outputs
+
+    with pytest.raises(ValueError, match="1 tokens that the engine did not sample"):
+        complete(TreeEngine(), 4, Rewrites)
+
+
+def test_equal_answers_are_told_apart_by_what_they_follow() -> None:
+    """Two branches sample the same second answer after different first ones."""
+    first, other = Turn([1], [2], [-0.1]), Turn([1], [3], [-0.2])
+    after_first, after_other = Turn([1, 2, 9], [4], [-0.3]), Turn([1, 3, 9], [4], [-0.4])
+    recorded = [first, other, after_first, after_other]
+    for chain in ([first, after_first], [other, after_other]):
+        responses: Any = SimpleNamespace(response_token_ids=[turn.completion_ids for turn in chain])
+        assert turns_of(responses, recorded) == chain
+
+
+def test_schedulers_of_groups_are_known_by_their_own_async_infer() -> None:
+    assert multi_turns["tree"] is Tree and answers_groups("tree")
+    assert not any(map(answers_groups, {*multi_turns} - {"tree"})) and not answers_groups(None)
+
+
+def test_members_have_ids_of_their_own_and_share_the_prompt() -> None:
+    requests = members(FIRST, 3)
+    assert [request.uuid for request in requests] == ["7-0", "7-1", "7-2"]
+    assert all(request.messages == FIRST.messages for request in requests)
+
+
+@pytest.mark.parametrize(("groups", "engines"), [(4, 2), (3, 2), (1, 2), (5, 3)])
+def test_one_engine_answers_a_whole_group(groups: int, engines: int) -> None:
+    requests = [(group, place) for group in range(groups) for place in range(4)]
+    picked = [Share(index, engines, True, whole_groups=True).pick(requests, 4) for index in range(engines)]
+    assert [request for part in picked for request in part] == requests
+    assert all(len(part) % 4 == 0 for part in picked)
+    assert max(map(len, picked)) - min(map(len, picked)) <= 4
