@@ -40,6 +40,7 @@ class Tree(MultiTurnScheduler):
             request = RolloutInferRequest(messages=branch.messages, uuid=f"{root}-{name}")
             last[name] = await self.infer_engine.infer_async(request, request_config)
             choice = last[name].choices[0]
+            assert len(choice.logprobs["content"]) == len(choice.token_ids)  # also without room for an answer
             # Tokens instead of their text, which the template might encode as others.
             messages = [*branch.messages, {"role": "assistant", "content": list(choice.token_ids)}]
             return Branch(messages, [*branch.responses, list(choice.token_ids)])

@@ -86,9 +86,8 @@ class TurnRecorder:
                 "return all of them as rollout_infos['images']"
             )
         self._requested += 1
-        config = replace(
-            config, seed=turn_seed(self._seed, self._requested), return_details=True, logprobs=self._logprobs
-        )
+        logprobs = config.logprobs or self._logprobs  # a scheduler may read them where the run does not
+        config = replace(config, seed=turn_seed(self._seed, self._requested), return_details=True, logprobs=logprobs)
         left = tokens_left(self.tokens_of_all_turns, self.recorded)
         media = [*request.images, *request.videos, *request.audios]
         if left == 0 or (media and sampled_any(placeholders, self.recorded)):
@@ -107,7 +106,8 @@ class TurnRecorder:
                 ) from None
             self._ended = not self._of_group
             return empty_response(request)
-        self.recorded.append(replace(to_turn(response), spans=self.spans))
+        turn = replace(to_turn(response), spans=self.spans)
+        self.recorded.append(turn if self._logprobs else replace(turn, logprobs=None))
         return response
 
 
@@ -293,7 +293,7 @@ def has_room(tokens: int, offset: int, max_model_len: int) -> bool:
 def empty_response(request: RolloutInferRequest) -> ChatCompletionResponse:
     """Create the response to a prompt that leaves no room for a completion."""
     message = ChatMessage(role="assistant", content="")
-    choice = _Unanswered(index=0, message=message, finish_reason="length", token_ids=[])
+    choice = _Unanswered(index=0, message=message, finish_reason="length", logprobs={"content": []}, token_ids=[])
     usage = UsageInfo(prompt_tokens=0, completion_tokens=0, total_tokens=0)
     return ChatCompletionResponse(model="", choices=[choice], usage=usage, id=request.uuid)
 

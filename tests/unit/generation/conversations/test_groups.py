@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,10 +43,10 @@ class TreeEngine(Engine):
         return await super().infer_async(request, config, **options)
 
 
-def complete(engine: TreeEngine, width: int, scheduler: type[Tree] = Tree) -> list[Completion]:
+def complete(engine: TreeEngine, width: int, scheduler: type[Tree] = Tree, logprobs: bool = True) -> list[Completion]:
     async def main() -> list[Completion]:
         conversations = Conversations(scheduler(infer_engine=engine, tokenizer=engine))
-        sampling = RequestConfig(max_tokens=9, logprobs=True, seed=5)
+        sampling = RequestConfig(max_tokens=9, logprobs=logprobs, seed=5)
         return await conversations.complete_group(members(FIRST, width), sampling)
 
     return asyncio.run(main())
@@ -71,7 +72,24 @@ def test_the_engine_may_have_no_room_for_one_branch() -> None:
     engine.without_room = frozenset({"Leaf 0-1."})
     completions = complete(engine, 4)
     assert completions[1].completion_ids == [101, 7, 102] and completions[1].finish_reason == "length"
+    assert completions[1].logprobs == [-1.0] * 2
     assert [len(each.completion_ids) for each in completions] == [5, 3, 5, 5]
+
+
+def test_a_scheduler_may_read_log_probs_that_the_run_does_not_need() -> None:
+    """TreePO's branches where they are low."""
+
+    class Reads(Tree):
+        async def run(self, infer_request: Any, request_config: Any, **options: Any) -> Any:
+            return await super().run(infer_request, replace(request_config, logprobs=True), **options)
+
+    engine = TreeEngine()
+    completions = complete(engine, 2, Reads, logprobs=False)
+    assert all(config.logprobs for config in engine.sampling)
+    assert all(completion.logprobs is None for completion in completions)
+    engine = TreeEngine()
+    complete(engine, 2, logprobs=False)
+    assert not any(config.logprobs for config in engine.sampling)
 
 
 def test_a_scheduler_must_return_as_many_as_completions() -> None:
