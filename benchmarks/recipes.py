@@ -87,7 +87,7 @@ def run(args: argparse.Namespace, recipe: Recipe, name: str, is_served: bool = T
     solutions = Counter(row["solution"] for row in read_rows(folder / "held_out.jsonl"))
     measured: dict[str, Any] = {
         "recipe": recipe.name,
-        "overridden": args.flags,
+        "overridden": [flag.removeprefix(f"{REPOSITORY}/") for flag in args.flags],
         "device": device,
         "gpus": gpus,
         "versions": versions,

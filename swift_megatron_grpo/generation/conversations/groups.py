@@ -4,6 +4,7 @@ They override ms-swift's `async_infer`, which gets one request for each completi
 """
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 
 from swift.infer_engine.protocol import RolloutInferRequest, RolloutOutput
@@ -13,7 +14,8 @@ from swift_megatron_grpo.generation.conversations.turns import Turn
 
 
 def answers_groups(scheduler: str | None) -> bool:
-    return scheduler is not None and overrides_async_infer(multi_turns[scheduler])
+    """Return False also for a scheduler that only servers have."""
+    return scheduler in multi_turns and overrides_async_infer(multi_turns[scheduler])
 
 
 def overrides_async_infer(scheduler: type[MultiTurnScheduler]) -> bool:
@@ -23,7 +25,7 @@ def overrides_async_infer(scheduler: type[MultiTurnScheduler]) -> bool:
 def members(first: RolloutInferRequest, number: int) -> list[RolloutInferRequest]:
     """Return the requests of all completions of a prompt. `first`: that of its first one, whose id ends with -0."""
     prompt = str(first.uuid).removesuffix("-0")
-    return [replace(first, uuid=f"{prompt}-{place}", messages=list(first.messages)) for place in range(number)]
+    return [replace(first, uuid=f"{prompt}-{place}", messages=deepcopy(first.messages)) for place in range(number)]
 
 
 def turns_of(output: RolloutOutput, recorded: Sequence[Turn]) -> list[Turn]:

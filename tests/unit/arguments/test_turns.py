@@ -44,6 +44,7 @@ def test_conversations_that_branch_are_refused_on_media_and_limits_of_each(monke
         async def async_infer(self, *_: Any, **__: Any) -> Any: ...
 
     monkeypatch.setitem(multi_turns, "branching", Branching)
+    check_agent_reads_text("of a server alone", "images")
     with pytest.raises(ValueError, match=r"branching: rows of the dataset have images, .*async_infer"):
         check_agent_reads_text("branching", "images")
     flags = {"uses_servers": False, "multi_turn_scheduler": "branching", "max_turns": None, "gym_env": None}

@@ -124,12 +124,14 @@ def test_equal_answers_are_told_apart_by_what_they_follow() -> None:
 def test_schedulers_of_groups_are_known_by_their_own_async_infer() -> None:
     assert multi_turns["tree"] is Tree and answers_groups("tree")
     assert not any(map(answers_groups, {*multi_turns} - {"tree"})) and not answers_groups(None)
+    assert not answers_groups("of a server alone")
 
 
 def test_members_have_ids_of_their_own_and_share_the_prompt() -> None:
     requests = members(FIRST, 3)
     assert [request.uuid for request in requests] == ["7-0", "7-1", "7-2"]
     assert all(request.messages == FIRST.messages for request in requests)
+    assert len({id(request.messages[0]) for request in requests}) == 3  # which a scheduler may change
 
 
 @pytest.mark.parametrize(("groups", "engines"), [(4, 2), (3, 2), (1, 2), (5, 3)])

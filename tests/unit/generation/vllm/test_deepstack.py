@@ -53,7 +53,9 @@ def test_they_are_zero_after_a_wake_up(model: Any) -> None:
 def test_a_model_without_them_wakes_up(absent: dict[str, None]) -> None:
     model = torch.nn.Linear(2, 2)
     vars(model).update(absent)
+    before = model.weight.clone()
     deepstack.clear_features(model)
+    assert torch.equal(model.weight, before)
 
 
 def test_gpus_still_have_a_vllm_that_needs_it() -> None:
