@@ -42,7 +42,7 @@ from benchmarks.learn import environment_of_programs
 TEMPLATE = REPOSITORY / "templates" / "recipe.sh"
 SLOW_CALCULATOR = REPOSITORY / "benchmarks" / "harness" / "recipes" / "slow_calculator.py"
 LAST_LINES = 60  # of the log of a recipe that failed
-PLUGINS = [str(REPOSITORY / "templates" / "plugins" / name) for name in ("reasoning_task.py", "calculator.py")]
+PLUGINS = [str(TEMPLATE.parent / "plugins" / f"{name}.py") for name in ("reasoning_task", "calculator", "boxed_number")]
 
 
 def run_recipe(args: argparse.Namespace) -> int:
@@ -133,7 +133,7 @@ def serve(recipe: Recipe, weights: Path, folder: Path, args: argparse.Namespace,
     file = folder / "served.json"
     dtype = str(settings["torch_dtype"]).removeprefix("torch.")
     command = [sys.executable, "-m", "benchmarks.harness.recipes.served", str(weights), str(args.model), "--rows",
-               str(folder / "held_out.jsonl"), "--reward", "accuracy" if recipe.name == "boxed" else "reasoning_task",
+               str(folder / "held_out.jsonl"), "--reward", recipe.reward,
                "--plugins", *PLUGINS, "--max-tokens", str(settings["max_completion_length"]), "--dtype", dtype,
                "--json", str(file)]  # fmt: skip
     command += ["--environment", "calculator"] if recipe.environment else []

@@ -18,6 +18,7 @@ class Recipe:
     merged: bool = False  # the adapter is also saved merged
     environment: bool = False  # several turns, with the calculator
     compared: str = ""  # another recipe with the same task
+    reward: str = "reasoning_task"  # that is 1 or more for a right answer
 
 
 RECIPES = {
@@ -69,8 +70,11 @@ RECIPES = {
             "boxed",
             "An answer in a format",
             "sums and differences of two or three digits, with the answer in `\\boxed{}`",
-            "The model learns the format and the sum at the same time, from ms-swift's reward `accuracy` alone.",
-            "--reward_funcs accuracy",
+            "The model learns the format and then the sum. ms-swift's reward `accuracy` alone would not do: it "
+            "calculates what is in the box, and the model learns to copy `7 + 4 - 6` into it, 100% right. "
+            "[boxed_number.py](../../templates/plugins/boxed_number.py) shows it nothing but a number.",
+            "--reward_funcs boxed_number --external_plugins templates/plugins/boxed_number.py",
+            reward="boxed_number",
         ),
         Recipe(
             "fp8",

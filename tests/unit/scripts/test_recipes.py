@@ -33,7 +33,7 @@ def plugins() -> None:
     from swift.utils import import_external_file
 
     path = list(sys.path)
-    for name in ("reasoning_task.py", "calculator.py", "calculator_agent.py"):
+    for name in ("reasoning_task.py", "boxed_number.py", "calculator.py", "calculator_agent.py"):
         import_external_file(str(PLUGINS / name))
     sys.path[:] = path
 
@@ -72,6 +72,21 @@ def test_the_score_is_asked_even_if_a_task_has_no_solution() -> None:
 
     row = create_dataset("propositional_logic", size=1, seed=0)[0]
     assert row["answer"] is None and score(row["metadata"]["example_answer"], row) == 1 > score("no idea", row)
+
+
+def test_a_box_earns_nothing_unless_it_holds_a_number_alone() -> None:
+    """Contract: `accuracy` accepts a calculation. If it no longer does, boxed_number.py can go."""
+    from swift.rewards import orms
+
+    def rewards(name: str, *completions: str) -> list[float]:
+        return orms[name]()(list(completions), solution=["5"] * len(completions), messages=[])
+
+    copied, good = r"\boxed{7 + 4 - 6}", (r"It is \boxed{5}.", r"\boxed{5.0}", r"\boxed{-5}", r"\boxed{12}")
+    assert rewards("accuracy", copied) == [1]
+    assert rewards("boxed_number", *good) == [1.2, 1.2, 0.2, 0.2]
+    hacks = [copied, rf"{copied} \boxed{{4}}", rf"\boxed{{5}} {copied}", r"\boxed{5} \boxed{6}", r"\boxed{5 apples}",
+             "5", "<answer>5</answer>", r"\boxed", r"\boxed{}", r"\boxed{5", r"\boxed{\boxed{5}}", ""]  # fmt: skip
+    assert rewards("boxed_number", *hacks) == [0] * len(hacks)
 
 
 def conversation(problem: str, *responses: str) -> list[tuple[str, float, bool]]:

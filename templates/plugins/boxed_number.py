@@ -1,0 +1,31 @@
+r"""ms-swift's reward `accuracy` for answers that are numbers, with a small reward for the format.
+
+`accuracy` calculates what is in the box: \boxed{7 + 4 - 6} is right where 5 is. A policy with this reward alone
+learns to copy the question into the box. Here it gets the number alone to see.
+"""
+
+import re
+from typing import Any
+
+from swift.rewards import ORM, orms
+
+FORMAT = 0.2  # for one box with a number, so that the format is learned before the answers are
+
+
+class BoxedNumber(ORM):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._accuracy = orms["accuracy"](*args, **kwargs)
+
+    def __call__(self, completions: list[str], solution: list[str], **columns: Any) -> list[float]:
+        answers = [boxed(text) for text in completions]
+        right = self._accuracy(answers, solution)
+        return [FORMAT + value if answer else 0.0 for answer, value in zip(answers, right, strict=True)]
+
+
+def boxed(text: str) -> str:
+    """Return the only box of a text if it holds a number, and nothing otherwise."""
+    boxes = re.findall(r"\\boxed\b(?:\{-?\d+(?:\.\d+)?\})?", text)
+    return boxes[0] if len(boxes) == 1 and boxes[0].endswith("}") else ""
+
+
+orms["boxed_number"] = BoxedNumber
