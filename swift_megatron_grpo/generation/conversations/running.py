@@ -127,7 +127,7 @@ class Conversations:
         if type(scheduler).run is MultiTurnScheduler.run:
             _add_answer_prefix_to_steps(scheduler)
         self._running: dict[str, asyncio.Task[Any]] = {}  # by uuid
-        self.closing: set[asyncio.Task[None]] = set()  # environments
+        self.closing: dict[str, asyncio.Task[None]] = {}  # environments, by the uuid of their conversation
 
     async def complete(
         self, request: RolloutInferRequest, sampling: RequestConfig, tokens_of_all_turns: int | None
@@ -159,11 +159,16 @@ class Conversations:
     async def _run(
         self, requests: Sequence[RolloutInferRequest], turns: TurnRecorder, scheduled: Callable[[], Awaitable[Any]]
     ) -> Any:
-        """Await the scheduler. A repeated request cancels the first, whose client no longer waits."""
-        uuid = requests[0].uuid
-        while uuid in self._running:
-            self._running[uuid].cancel()
-            await asyncio.wait([self._running[uuid]])
+        """Await the scheduler. A repeated request cancels the first, whose client no longer waits.
+
+        It begins once the environment of the first is closed, whose rewards ms-swift removes by their uuid then.
+        """
+        names = [request.uuid for request in requests]
+        uuid = names[0]
+        while earlier := [of[name] for of in (self._running, self.closing) for name in names if name in of]:
+            if uuid in self._running:
+                self._running[uuid].cancel()
+            await asyncio.wait(earlier)
         task = asyncio.current_task()
         assert task is not None
         self._running[uuid] = task
@@ -174,8 +179,8 @@ class Conversations:
             del self._running[uuid]
             for request in requests:
                 closing = asyncio.create_task(close_environment(self._scheduler, request.uuid))  # may be slow
-                self.closing.add(closing)
-                closing.add_done_callback(self.closing.discard)
+                self.closing[request.uuid] = closing
+                closing.add_done_callback(partial(self.closing.pop, request.uuid))
 
 
 def _add_answer_prefix_to_steps(scheduler: MultiTurnScheduler) -> None:

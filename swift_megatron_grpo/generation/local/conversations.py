@@ -136,7 +136,7 @@ class MultiTurnVllm(LocalVllm):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await asyncio.gather(*self._conversations.closing)
+            await asyncio.gather(*self._conversations.closing.values())
 
     async def _converse_together(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Completion]:
         """Run one conversation, or those of a prompt if the scheduler answers groups."""

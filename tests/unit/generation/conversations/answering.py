@@ -47,7 +47,7 @@ class Engine:
     def _get_response_prefix(self, inputs: Any) -> str:
         return ""
 
-    def decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens: list[int], **_: Any) -> str:
         return f"answer {tokens[0] - 100}"
 
     def tokens(self, request: RolloutInferRequest) -> list[int]:

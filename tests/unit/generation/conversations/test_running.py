@@ -35,6 +35,7 @@ from swift_megatron_grpo.generation.interface import Request, requests_for
 from swift_megatron_grpo.generation.protocol.messages import InvalidRequest
 from swift_megatron_grpo.generation.requests import conversation_payload
 from swift_megatron_grpo.types import Prompt
+from tests.unit.generation.conversations.answering import Engine
 
 REQUEST = {"messages": [{"role": "user", "content": "Hello."}], "uuid": "a"}
 
@@ -114,6 +115,44 @@ def test_a_conversation_that_fails_closes_its_environment(doors: None) -> None:
 
     asyncio.run(run_conversation())
     assert Door.closed == 1 and not scheduler._envs
+
+
+def test_a_repeated_conversation_begins_once_the_first_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ms-swift removes rewards and observations by uuid after a slow close, also those of the second one."""
+
+    class Steps(Env):
+        async def reset(self, config: Any) -> tuple[str, dict[str, Any], str]:
+            self.steps = 0
+            return "Begin.", {}, ""
+
+        async def step(self, action: Any) -> tuple[str, float, bool, dict[str, Any]]:
+            await asyncio.sleep(0.1)
+            self.steps += 1
+            return "Go on.", 1.0, self.steps == 3, {}
+
+        async def close(self) -> None:
+            await asyncio.sleep(0.15)
+
+    monkeypatch.setitem(envs, "steps", Steps)
+
+    async def main() -> Any:
+        engine = Engine()
+        conversations = Conversations(GYMScheduler(infer_engine=engine, gym_env="steps", tokenizer=engine))
+        engine.go.clear()
+        first = asyncio.create_task(conversations.complete(request(), RequestConfig(max_tokens=9), None))
+        while not engine.sampling:
+            await asyncio.sleep(0)
+        second = asyncio.create_task(conversations.complete(request(), RequestConfig(max_tokens=9), None))
+        await asyncio.wait([first])
+        engine.go.set()
+        completion = await second
+        await asyncio.wait(conversations.closing.values())
+        assert first.cancelled() and not conversations.closing
+        return completion
+
+    completion = asyncio.run(main())
+    assert completion.infos["total_reward"] == 3.0
+    assert [each["content"] for each in completion.messages if each["role"] == "user"] == ["Begin."] + ["Go on."] * 2
 
 
 def test_a_conversation_without_room_ends_against_the_schedulers_will() -> None:
