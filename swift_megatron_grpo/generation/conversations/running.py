@@ -94,7 +94,7 @@ class TurnRecorder:
             self._ended = not self._of_group
             return empty_response(request)
         if left is not None:
-            config = replace(config, max_tokens=left)
+            config = replace(config, max_tokens=min(config.max_tokens or left, left))
         try:
             response = await infer(config)
         except (NoRoom, MaxLengthError) as error:

@@ -221,6 +221,19 @@ def test_a_scheduler_that_adds_other_media_than_images_is_refused(column: str) -
         asyncio.run(generate(**{column: ["of the row", "another"]}))
 
 
+@pytest.mark.parametrize(("own", "expected"), [(4, 4), (8, 7), (None, 7)])
+def test_a_turn_has_its_own_limit_within_that_of_all_turns(own: int | None, expected: int) -> None:
+    recorder, limits = TurnRecorder(RequestConfig(), 9), list[int | None]()
+    recorder.recorded.append(Turn([1], [2, 3], [-0.5, -0.5]))
+
+    async def infer(config: RequestConfig) -> Any:
+        limits.append(config.max_tokens)
+        raise NoRoom
+
+    asyncio.run(recorder.generate(request(), RequestConfig(max_tokens=own), infer, frozenset()))
+    assert limits == [expected]
+
+
 @pytest.mark.parametrize(
     ("error", "flag"), [(NoRoom(), "--vllm_max_model_len"), (MaxLengthError("row(9) is larger"), "--max_length")]
 )
