@@ -38,6 +38,8 @@ from swift_megatron_grpo.generation.conversations.turns import (
 from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS, Completion, InvalidRequest, SentSequence
 from swift_megatron_grpo.types import Span
 
+_MOST_WITHOUT_ROOM = 1000  # turns that a scheduler may ask for in a group, of which other conversations may continue
+
 
 class NoRoom(Exception):
     """The prompt of this turn already has the maximum length of the engine's sequences."""
@@ -63,8 +65,7 @@ class TurnRecorder:
         self._seed, self._logprobs = sampling.seed, sampling.logprobs
         self._of_row = list(of_row)
         self._requested = 0
-        self._of_group = of_group
-        self._ended = False  # a conversation by itself; in a group, others may continue
+        self._unanswered, self._most_unanswered = 0, _MOST_WITHOUT_ROOM if of_group else 0
 
     async def generate(
         self,
@@ -78,7 +79,7 @@ class TurnRecorder:
         So does one with media in which the policy has sampled one of the `placeholders`: the engine would put an image
         in its place. `infer` raises NoRoom or MaxLengthError.
         """
-        if self._ended:
+        if self._unanswered > self._most_unanswered:
             raise RuntimeError("the scheduler requested another turn of a conversation that has no room left")
         if any(medium not in self._of_row for medium in recordings_and_videos(request)):
             raise InvalidRequest(
@@ -91,7 +92,7 @@ class TurnRecorder:
         left = tokens_left(self.tokens_of_all_turns, self.recorded)
         media = [*request.images, *request.videos, *request.audios]
         if left == 0 or (media and sampled_any(placeholders, self.recorded)):
-            self._ended = not self._of_group
+            self._unanswered += 1
             return empty_response(request)
         if left is not None:
             config = replace(config, max_tokens=min(config.max_tokens or left, left))
@@ -104,7 +105,7 @@ class TurnRecorder:
                     f"the first prompt leaves no room for an answer; start vLLM with a larger {flag}. It begins: "
                     f"{str(request.messages)[:200]}"
                 ) from None
-            self._ended = not self._of_group
+            self._unanswered += 1
             return empty_response(request)
         turn = replace(to_turn(response), spans=self.spans)
         self.recorded.append(turn if self._logprobs else replace(turn, logprobs=None))

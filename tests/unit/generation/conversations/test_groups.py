@@ -92,6 +92,20 @@ def test_a_scheduler_may_read_log_probs_that_the_run_does_not_need() -> None:
     assert not any(config.logprobs for config in engine.sampling)
 
 
+def test_a_scheduler_that_repeats_a_turn_without_room_is_ended() -> None:
+    class Repeats(Tree):
+        async def run(self, infer_request: Any, request_config: Any, **_: Any) -> Any:
+            await self.infer_engine.infer_async(infer_request, request_config)
+            longer = replace(infer_request, messages=[*infer_request.messages, {"role": "user", "content": "More."}])
+            while (await self.infer_engine.infer_async(longer, request_config)).choices[0].finish_reason == "length":
+                pass
+
+    engine = TreeEngine()
+    engine.without_room = frozenset({"More."})
+    with pytest.raises(RuntimeError, match="another turn of a conversation that has no room left"):
+        complete(engine, 4, Repeats)
+
+
 def test_a_scheduler_must_return_as_many_as_completions() -> None:
     class TooFew(Tree):
         missing = 1
