@@ -32,16 +32,28 @@ def turns_of(output: RolloutOutput, recorded: Sequence[Turn]) -> list[Turn]:
     """Return the turns of one conversation, of all that its prompt's conversations have had.
 
     Each has the tokens of one of its responses and follows the turn before. A scheduler may have rewritten what is in
-    between; then any turn with these tokens does.
+    between; then any turn with these tokens does. Of several it is the shortest: others are deeper, in other branches.
     """
     chain: list[Turn] = []
     responses = output.response_token_ids or [output.response.choices[0].token_ids]
-    for response in filter(None, responses):  # the last one is empty if the engine had no room for it
-        sampled = [turn for turn in recorded if turn.completion_ids == list(response)]
+    for response in map(list, filter(None, responses)):  # the last one is empty if the engine had no room for it
+        sampled = [turn for turn in recorded if turn.completion_ids == response] or [
+            turn for turn in recorded if _is_behind_prefix(response, turn)
+        ]
         following = [turn for turn in sampled if chain and turn.prompt_ids[: chain[-1].length] == chain[-1].tokens]
         if not sampled:
             raise ValueError(
                 f"the scheduler returned {len(response)} tokens that the engine did not sample in one turn"
             )
-        chain.append((following or sampled)[0])
+        chain.append(min(following or sampled, key=lambda turn: turn.length))
     return chain
+
+
+def _is_behind_prefix(response: list[int], turn: Turn) -> bool:
+    """Return True if a turn sampled a response but for its beginning, the template's prefix, which ends the prompt."""
+    prefix = len(response) - len(turn.completion_ids)
+    return (
+        0 < prefix < len(response)
+        and response[prefix:] == turn.completion_ids
+        and response[:prefix] == turn.prompt_ids[-prefix:]
+    )

@@ -135,6 +135,28 @@ def test_equal_answers_are_told_apart_by_what_they_follow() -> None:
         assert turns_of(responses, recorded) == chain
 
 
+def test_equal_answers_are_told_apart_by_their_depth() -> None:
+    """A branch that is ahead samples in its second turn what another one samples in its first, after it."""
+    first, deeper = Turn([1], [2], [-0.1]), Turn([1, 2, 9], [4], [-0.2])
+    own, after_own = Turn([1], [4], [-0.3]), Turn([1, 4, 9], [5], [-0.4])
+    even_deeper, behind_own = Turn([1, 4, 9, 5, 9], [6], [-0.5]), Turn([1, 4, 9], [6], [-0.6])
+    recorded = [first, deeper, own, after_own, even_deeper, behind_own]
+    for chain in ([first, deeper], [own, after_own, even_deeper], [own, behind_own]):
+        responses: Any = SimpleNamespace(response_token_ids=[turn.completion_ids for turn in chain])
+        assert turns_of(responses, recorded) == chain
+
+
+def test_a_response_may_begin_with_the_prefix_of_the_template() -> None:
+    """ms-swift's `run` puts it before the tokens of each turn. It is the end of the prompt."""
+    first, second = Turn([1, 8], [2], [-0.1]), Turn([1, 8, 2, 9, 8], [3], [-0.2])
+    responses: Any = SimpleNamespace(response_token_ids=[[8, 2], [8, 3]])
+    assert turns_of(responses, [first, second]) == [first, second]
+    whole = Turn([1, 8], [8, 2], [-0.3, -0.4])  # nothing before it is a prefix
+    assert turns_of(responses, [first, whole, second])[0] == whole
+    with pytest.raises(ValueError, match="2 tokens that the engine did not sample"):
+        turns_of(responses, [Turn([1, 7], [2], [-0.1])])
+
+
 def test_schedulers_of_groups_are_known_by_their_own_async_infer() -> None:
     assert multi_turns["tree"] is Tree and answers_groups("tree")
     assert not any(map(answers_groups, {*multi_turns} - {"tree"})) and not answers_groups(None)
