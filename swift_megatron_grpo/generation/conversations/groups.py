@@ -25,7 +25,7 @@ def overrides_async_infer(scheduler: type[MultiTurnScheduler]) -> bool:
 def members(first: RolloutInferRequest, number: int) -> list[RolloutInferRequest]:
     """Return the requests of all completions of a prompt. `first`: that of its first one, whose id ends with -0."""
     prompt = str(first.uuid).removesuffix("-0")
-    return [replace(first, uuid=f"{prompt}-{place}", messages=deepcopy(first.messages)) for place in range(number)]
+    return [replace(deepcopy(first), uuid=f"{prompt}-{place}") for place in range(number)]
 
 
 def turns_of(output: RolloutOutput, recorded: Sequence[Turn]) -> list[Turn]:

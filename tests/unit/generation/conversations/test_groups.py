@@ -164,9 +164,11 @@ def test_schedulers_of_groups_are_known_by_their_own_async_infer() -> None:
 
 
 def test_members_have_ids_of_their_own_and_share_the_prompt() -> None:
-    requests = members(FIRST, 3)
+    requests = members(replace(FIRST, data_dict={"seen": []}), 3)
     assert [request.uuid for request in requests] == ["7-0", "7-1", "7-2"]
     assert all(request.messages == FIRST.messages for request in requests)
+    requests[0].data_dict["seen"].append(1)  # a scheduler may keep its state there
+    assert [request.data_dict["seen"] for request in requests] == [[1], [], []]
     assert len({id(request.messages[0]) for request in requests}) == 3  # which a scheduler may change
 
 
