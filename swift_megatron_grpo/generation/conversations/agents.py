@@ -21,7 +21,7 @@ from swift.rollout import MultiTurnScheduler, multi_turns
 from swift.utils import get_logger
 
 from swift_megatron_grpo.generation.conversations.blocking import in_threads
-from swift_megatron_grpo.generation.conversations.chat import Answer, Call, CallRefused, key_of
+from swift_megatron_grpo.generation.conversations.chat import Answer, Call, CallRefused, before_stop, key_of
 from swift_megatron_grpo.generation.conversations.proxy import Proxy
 from swift_megatron_grpo.generation.conversations.running import TurnRecorder, current, empty_response
 from swift_megatron_grpo.generation.conversations.turns import Turn, tokens_left, turn_seed
@@ -157,7 +157,7 @@ class AgentRollout:
             raise CallRefused(f"a rollout has at most {most} calls (--max_turns)", code="call_limit")
         if len(self._running) >= MOST_AT_ONCE:
             raise CallRefused(f"a rollout has at most {MOST_AT_ONCE} calls at once", status=429)
-        self._calls += 1
+        self._calls = number = self._calls + 1
         task = asyncio.current_task()
         assert task is not None
         self._running[call.name] = task
@@ -165,7 +165,7 @@ class AgentRollout:
             async with AsyncExitStack() as one_at_a_time:
                 if self.turns.tokens_of_all_turns is not None:
                     await one_at_a_time.enter_async_context(self._turn)
-                return await self._generate(call, self._sampling(call, number=self._calls))
+                return await self._generate(call, self._sampling(call, number))
         finally:
             del self._running[call.name]
 
@@ -203,13 +203,14 @@ class AgentRollout:
         self, call: Call, request: RolloutInferRequest, response: ChatCompletionResponse, turn: Turn
     ) -> Answer:
         choice = response.choices[0]
-        text = choice.message.content or ""
+        text, stop = before_stop(choice.message.content or "", call.stop)
         answer = Answer(
             text=text,
             tool_calls=[asdict(tool) for tool in choice.message.tool_calls or []],
             finish_reason="tool_calls" if choice.message.tool_calls else choice.finish_reason or "stop",
             prompt_tokens=len(turn.prompt_ids),
             completion_tokens=len(turn.completion_ids),
+            stop=stop,
         )
         tokens, _ = self.scheduler.get_response_token_data(request, choice)
         for message in (answer.message, {"content": text}):  # a dialect without such a call sends the text

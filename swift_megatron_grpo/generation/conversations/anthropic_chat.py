@@ -119,14 +119,15 @@ def to_json(call: Call, answer: Answer) -> dict[str, Any]:
     reason = _STOP_REASONS.get(answer.finish_reason, "end_turn")
     if reason == "tool_use" and blocks[0]["type"] == "text":
         reason = "end_turn"
+    stop = answer.stop if reason == "end_turn" else None
     return {
         "id": call.name,
         "type": "message",
         "role": "assistant",
         "model": call.model,
         "content": blocks,
-        "stop_reason": reason,
-        "stop_sequence": None,
+        "stop_reason": reason if stop is None else "stop_sequence",
+        "stop_sequence": stop,
         "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens},
     }
 

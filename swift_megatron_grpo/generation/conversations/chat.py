@@ -7,7 +7,7 @@ in another way is refused.
 import json
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +57,7 @@ class Answer:
     finish_reason: str
     prompt_tokens: int
     completion_tokens: int
+    stop: str | None = None  # the call's own stop, which follows the text
 
     @property
     def message(self) -> dict[str, Any]:
@@ -82,6 +83,12 @@ def _spelt_alike(arguments: str | None) -> str | None:
         return json.dumps(json.loads(arguments or ""))
     except (ValueError, RecursionError):
         return arguments
+
+
+def before_stop(text: str, stops: Iterable[str]) -> tuple[str, str | None]:
+    """Return the text before the first of these stops, and that stop; None: the text has none."""
+    place, stop = min(((text.index(stop), stop) for stop in stops if stop in text), default=(len(text), None))
+    return text[:place], stop
 
 
 def read_object(body: bytes) -> dict[str, Any]:

@@ -10,10 +10,12 @@ from typing import Any
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest
+from swift.rollout import multi_turns
 
-from swift_megatron_grpo.generation.conversations import agents
-from swift_megatron_grpo.generation.conversations.agents import register_agent
-from swift_megatron_grpo.generation.conversations.running import NoRoom
+from swift_megatron_grpo.generation.conversations import agents, chat
+from swift_megatron_grpo.generation.conversations.agents import AgentRollout, register_agent
+from swift_megatron_grpo.generation.conversations.running import NoRoom, TurnRecorder
 from swift_megatron_grpo.types import AGENT_ERROR
 from tests.unit.generation.conversations.answering import ADD, USER, Engine, complete, run
 
@@ -237,6 +239,25 @@ def test_a_limit_of_all_calls_holds_for_calls_at_once() -> None:
     assert sorted(each.max_tokens or 0 for each in engine.sampling) == [1, 2, 3]
 
 
+def test_calls_that_wait_for_a_limit_have_seeds_of_their_own() -> None:
+    async def main() -> list[int | None]:
+        register_agent("agent")(silent)
+        engine, sampling = Engine(), RequestConfig(max_tokens=9, logprobs=True, seed=5)
+        engine.go.clear()
+        scheduler = multi_turns["agent"](infer_engine=engine, tokenizer=engine)
+        request = RolloutInferRequest(messages=[dict(USER)], uuid="0-0")
+        rollout = AgentRollout(scheduler, request, sampling, TurnRecorder(sampling, 9))
+        calls = [chat.parse(json.dumps({"messages": [USER]}).encode()) for _ in range(3)]
+        answers = [asyncio.wrap_future(rollout.ask(call)) for call in calls]
+        while not engine.sampling:
+            await asyncio.sleep(0)  # until the first one generates, and the others wait for what it leaves
+        engine.go.set()
+        await asyncio.gather(*answers)
+        return [each.seed for each in engine.sampling]
+
+    assert len({*asyncio.run(main())}) == 3
+
+
 @pytest.mark.parametrize(
     ("error", "status", "message"),
     [(NoRoom(), "context_length_exceeded", "leave no room"), (KeyError("role"), None, r"cannot encode .* \(KeyError:")],
@@ -272,6 +293,19 @@ def test_more_calls_at_once_than_are_allowed_are_put_off(monkeypatch: pytest.Mon
         await complete(engine, agent)
 
     asyncio.run(main())
+
+
+def test_the_text_of_an_answer_ends_before_the_stop_of_its_call() -> None:
+    async def agent(row: dict[str, Any], url: str, key: str) -> None:
+        client = client_of(url, key)
+        first = client.chat.completions.create(model="m", messages=[USER], stop=["r 1", "er"]).choices[0]
+        assert first.message.content == "answ" and first.finish_reason == "stop"
+        messages: Any = [USER, {"role": "assistant", "content": "answ"}, USER]
+        client.chat.completions.create(model="m", messages=messages)
+
+    engine, [completion] = run(Engine, agent)
+    assert engine.requests[1].messages[1] == {"role": "assistant", "content": [101]}
+    assert completion.completion_ids == [101, 4, 102]
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])

@@ -59,6 +59,20 @@ def test_an_agent_is_trained_on_every_context_of_its_calls(address: str) -> None
     assert [each.max_tokens for each in engine.sampling] == [3, 3, 3] and engine.sampling[1].stop == ["."]
 
 
+@pytest.mark.parametrize("stops", [["er", "xyz"], ["xyz"]])
+def test_the_stop_of_a_call_that_ends_an_answer_is_named(stops: list[str]) -> None:
+    async def agent(row: dict[str, Any], url: str, key: str) -> None:
+        asked: dict[str, Any] = {"model": "m", "max_tokens": 3, "messages": row["messages"]}
+        answer = client_of(url, key).messages.create(**asked, stop_sequences=stops)
+        [block] = answer.content
+        assert block.type == "text"
+        ended = (block.text, answer.stop_reason, answer.stop_sequence)
+        assert ended == (("answ", "stop_sequence", "er") if "er" in stops else ("answer 1", "end_turn", None))
+
+    _, [completion] = run(Engine, agent)
+    assert AGENT_ERROR not in completion.infos
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_tool_call_is_sent_back_by_its_tokens(stream: bool) -> None:
     """The package sends the input in a spelling of its own, and the policy's has no space after the colon."""
