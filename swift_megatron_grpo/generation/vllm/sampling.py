@@ -7,6 +7,7 @@ then detokenizes every token again for its log-prob. On an H200 that took a quar
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from io import BytesIO
 from typing import Any
 
@@ -46,9 +47,17 @@ def read_at_the_end(engine: GRPOVllmEngine, params: SamplingParams) -> None:
     if params.logprobs or params.prompt_logprobs is not None:
         return
     params.flat_logprobs = True
-    # A stop word of one token is matched as a token; only longer ones must be searched in the text.
-    params.stop = [word for word in params.stop if not engine._get_stop_token_ids([word])]
+    # An added token, such as the end of a turn, is matched as a token. Any other word must be searched in the text: one
+    # of a single token may be a part of others as well, as "\n" of "\n\n".
+    added = _added_tokens(engine.tokenizer)
+    params.stop = [word for word in params.stop if word not in added or not engine._get_stop_token_ids([word])]
     params.detokenize = bool(params.stop)
+
+
+@cache
+def _added_tokens(tokenizer: Any) -> frozenset[str]:
+    """Return the texts that are always tokens of their own."""
+    return frozenset((*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens))
 
 
 def to_completions(engine: GRPOVllmEngine, inputs: dict[str, Any], result: Any) -> Iterator[Completion]:

@@ -12,7 +12,7 @@ from vllm import SamplingParams
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.sampling_params import RequestOutputKind
 
-from swift_megatron_grpo.cli.tiny_models import make_tokenizer
+from swift_megatron_grpo.cli.tiny_models import IM_END, make_tokenizer
 from swift_megatron_grpo.generation.vllm.rollout_engine import RolloutEngine
 from swift_megatron_grpo.generation.vllm.sampling import read_at_the_end
 
@@ -47,13 +47,20 @@ def test_a_turn_without_tokens_has_none(engine: Any, none: Any) -> None:
 
 
 def test_an_ordinary_request_is_read_as_tokens(engine: Any) -> None:
-    assert len(engine.tokenizer.encode("a", add_special_tokens=False)) == 1
-    params = SamplingParams(logprobs=0, stop=["a", "two words"])
+    params = SamplingParams(logprobs=0, stop=[IM_END, "two words"])
     read_at_the_end(engine, params)
     assert params.stop == ["two words"] and params.detokenize and params.flat_logprobs
-    params = SamplingParams(logprobs=0, stop=["a"])
+    params = SamplingParams(logprobs=0, stop=[IM_END])
     read_at_the_end(engine, params)
     assert not params.stop and not params.detokenize and params.flat_logprobs
+
+
+def test_a_stop_word_that_may_be_a_part_of_tokens_is_searched_in_texts(engine: Any) -> None:
+    """A token of its own is not the only one that has it: most tokenizers have one for two newlines."""
+    assert len(engine.tokenizer.encode("\n", add_special_tokens=False)) == 1
+    params = SamplingParams(logprobs=0, stop=["\n", IM_END])
+    read_at_the_end(engine, params)
+    assert params.stop == ["\n"] and params.detokenize
 
 
 @pytest.mark.parametrize("more", [{"logprobs": 3}, {"logprobs": 0, "prompt_logprobs": 1}])
