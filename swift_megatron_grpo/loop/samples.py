@@ -13,7 +13,7 @@ from swift_megatron_grpo.grading.graded import GradedRollouts
 from swift_megatron_grpo.packing.bins import Bools
 from swift_megatron_grpo.packing.completions import Facts, OutlinedRollouts
 from swift_megatron_grpo.packing.outlines import Outline, OutlinedSamples, Prompts, changed
-from swift_megatron_grpo.types import Graded, PlacedImage, Prompt, Rollout, Sample, TokenSequence
+from swift_megatron_grpo.types import ExpertRows, Graded, PlacedImage, Prompt, Rollout, Sample, TokenSequence
 
 NO_TOKEN = -1  # a token that the policy sampled stands for no image
 
@@ -53,14 +53,14 @@ def samples_of(
         return image_reader.place(prompt.prompt_id, shown, sequence.prompt_ids + inserted, may_end_early)
 
     sequences = [
-        (index, completion, sequence)
+        (index, completion, sequence, rows)
         for index, completion in enumerate(graded)
-        for sequence in completion.rollout.sequences
+        for sequence, rows in _with_experts(completion.rollout)
     ]
     rollouts = [completion.rollout for completion in graded]
     of_teacher = [None] * len(sequences) if teacher_prompts is None else teacher_prompts.tokens(rollouts)
     samples = []
-    for (index, completion, sequence), teacher_tokens in zip(sequences, of_teacher, strict=True):
+    for (index, completion, sequence, rows), teacher_tokens in zip(sequences, of_teacher, strict=True):
         rollout, sampled = completion.rollout, sequence.sampled_mask
         valid = completion.reward is not None
         too_long = valid and overlong_filter and rollout.truncated
@@ -82,12 +82,30 @@ def samples_of(
                 left_out=sum(sampled) if too_long else 0,
                 context=len(sequence.prompt_ids) + (sampled.index(True) if True in sampled else len(sampled)),
                 images=place(rollout, sequence),
-                routed_experts=rollout.routed_experts if replays_engine else None,
+                routed_experts=rows if replays_engine else None,
             )
         )
     if any(rollout.earlier for rollout in rollouts):  # neighbours share what they begin with: packing/segments.py
         samples.sort(key=lambda sample: (sample.completion, sample.tokens))
     return samples
+
+
+def _with_experts(rollout: Rollout) -> list[tuple[TokenSequence, ExpertRows | None]]:
+    """Return the sequences of a completion, and the experts that the engine chose for the tokens of the last one."""
+    *earlier, last = rollout.sequences
+    return [*((sequence, None) for sequence in earlier), (last, rollout.routed_experts)]
+
+
+def engine_experts(rollouts: Sequence[Rollout]) -> list[ExpertRows | None]:
+    """Return the experts that the engine chose for each sample of these completions, in the order of `samples_of`."""
+    chosen: list[ExpertRows | None] = []
+    for rollout in rollouts:
+        if rollout.earlier:
+            ordered = sorted(_with_experts(rollout), key=lambda one: one[0].tokens)
+            chosen += [rows for _, rows in ordered]
+        else:
+            chosen.append(rollout.routed_experts)
+    return chosen
 
 
 def _outlined(graded: GradedRollouts, facts: Facts, group_size: int, overlong_filter: bool) -> OutlinedSamples:

@@ -12,7 +12,7 @@ import numpy as np
 
 from swift_megatron_grpo.grading.graded import GradedRollouts
 from swift_megatron_grpo.grading.token_baselines import energies, token_advantages
-from swift_megatron_grpo.loop.samples import as_teacher_reads, samples_of, without_routing
+from swift_megatron_grpo.loop.samples import as_teacher_reads, engine_experts, samples_of, without_routing
 from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.step_context import StepContext
 from swift_megatron_grpo.output.recording.unfinished import OF_SAMPLES, UnfinishedRollout, shared_settings
@@ -127,8 +127,7 @@ class TrainingBatches:
         self._compared_with_engine = True
         if stages.router_agreement is not None:
             with step.timer("router_agreement"):
-                chosen = [(*[None] * len(rollout.earlier), rollout.routed_experts) for rollout in rollouts]
-                share = stages.router_agreement.measure(samples, list(chain.from_iterable(chosen)))
+                share = stages.router_agreement.measure(samples, engine_experts(rollouts))
             if share is not None:
                 step.metrics["rollout/router_agreement"] = share
 
