@@ -124,7 +124,7 @@ class Servers(Flags):
         """One port per server, 0 for any free one; a single value is incremented per server, as in ms-swift."""
         ports = _listed(self.vllm_server_group_port)
         if len(ports) == 1:
-            return tuple(ports[0] + i for i in range(len(self.urls)))
+            return tuple(ports[0] and ports[0] + i for i in range(len(self.urls)))
         return tuple(ports) or (0,) * len(self.urls)
 
     @property

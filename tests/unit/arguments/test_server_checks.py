@@ -47,6 +47,7 @@ def test_a_single_group_port_is_incremented_per_server() -> None:
 
     assert of(Servers, **ports(None, 2)).group_ports == (0, 0)
     assert of(Servers, **ports([51216], 3)).group_ports == (51216, 51217, 51218)
+    assert of(Servers, **ports([0], 3)).group_ports == (0, 0, 0)
     assert "2 values for 3 servers" in faults(Servers, **ports([1, 2], 3))
 
 
