@@ -108,6 +108,7 @@ def configure_server(args: GRPOArguments) -> config.ServerConfig | None:
         model=model_identity(args.model_config) | place | precision_identity(args.torch_dtype),
         lora_rank=args.lora_rank if args.vllm_enable_lora else None,
         turns=servers.turns,
+        limits_conversations=args.completion_length_limit_scope == "total",
         images=args.most_images,
         recordings=args.most_recordings,
         videos=args.most_videos,

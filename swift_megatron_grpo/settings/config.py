@@ -72,6 +72,7 @@ class ServerConfig:
     model: dict[str, Any]  # values of config.json that must be equal on the server
     lora_rank: int | None = None  # None: adapters are merged into the weights that are sent
     turns: RemoteTurnsConfig | None = None  # None: completions of one turn
+    limits_conversations: bool = False  # --completion_length_limit_scope total
     images: int = 0  # the most in a row of the datasets
     recordings: int = 0  # the most in a row
     videos: int = 0  # the most in a row

@@ -61,6 +61,10 @@ def problems_of(status: ServerStatus, config: ServerConfig) -> list[str]:
             and not status.conversations.reads_media
             and max(config.images, config.videos, config.recordings) > 0
         ),
+        "its scheduler runs all conversations of a prompt together, and --completion_length_limit_scope total limits "
+        "each; use per_round": (
+            status.conversations is not None and status.conversations.answers_groups and config.limits_conversations
+        ),
         "its completions depend on what else it generates, and this run has --batch_invariant true; start it with "
         "--batch_invariant true": config.batch_invariant and not status.batch_invariant,
         f"its vllm_max_lora_rank ({status.max_lora_rank}) is below --lora_rank {rank}; start it with "

@@ -157,6 +157,15 @@ def test_an_agent_on_a_server_is_refused_for_rows_with_media(kind: str) -> None:
     assert problems_of(status(conversations=replace(GYM, reads_media=False)), replace(run, **{kind: 0})) == []
 
 
+def test_a_server_that_answers_groups_excludes_a_limit_of_each() -> None:
+    run = replace(CONFIG, turns=RemoteTurnsConfig(None), limits_conversations=True)
+    tree = status(conversations=replace(GYM, answers_groups=True))
+    [message] = problems_of(tree, run)
+    assert "--completion_length_limit_scope total limits each; use per_round" in message
+    assert problems_of(tree, replace(run, limits_conversations=False)) == []
+    assert problems_of(status(conversations=GYM), run) == []
+
+
 @pytest.mark.parametrize(("here", "there"), [("fp8", "none"), ("none", "fp8")])
 def test_a_server_that_quantizes_otherwise_is_refused(here: Any, there: str) -> None:
     run = replace(CONFIG, quantization=here)
