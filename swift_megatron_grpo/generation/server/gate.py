@@ -93,10 +93,10 @@ class Gate:
             if scope["method"] == "POST":
                 check = partial(self._checked, scope, body)
                 body = check() if len(body) < _LONG_BODY else await asyncio.to_thread(check)
-                batch = scope.get(_BODY)
-                more = len(batch.requests) - 1 if isinstance(batch, schema.GenerateBatch) else 0
+                more = schema.completions_of(scope.get(_BODY)) - 1
                 if self._in_progress + more > self._most_requests:
-                    raise HTTPException(429, f"a batch of {1 + more} exceeds the limit (--max_requests); retry later")
+                    reason = f"a request for {1 + more} completions exceeds the limit (--max_requests); retry later"
+                    raise HTTPException(429, reason)
                 self._in_progress += more
                 counted += more
             await self._app(scope, _replay(body, receive), respond)

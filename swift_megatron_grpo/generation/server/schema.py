@@ -251,6 +251,13 @@ class GenerateBatch(Strict):
     requests: Annotated[Items[GenerateRequest], Field(min_length=1, max_length=MOST_IN_BATCH)]
 
 
+def completions_of(body: object) -> int:
+    """Return how many completions a body asks for; one without any counts as one."""
+    if isinstance(body, GenerateBatch):
+        return sum(map(completions_of, body.requests))
+    return (isinstance(body, GenerateRequest) and body.group) or 1
+
+
 class ScoreRequest(Strict):
     tokens: Items[Int32]
     image: Annotated[str, Field(max_length=_PROBE_IMAGE)] | None = None  # a PNG as base64

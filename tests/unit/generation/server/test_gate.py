@@ -45,6 +45,7 @@ def application(**limits: Any) -> tuple[FastAPI, asyncio.Event]:
         await release.wait()
         return str(len(await request.body()))
 
+    @app.post(Routes.GENERATE)
     @app.post(Routes.GENERATE_BATCH)
     async def generate_batch() -> None: ...
 
@@ -83,6 +84,20 @@ def test_requests_beyond_the_limit_are_refused_until_others_end() -> None:
         return [response.status_code for response in (refused, *responses)]
 
     assert asyncio.run(scenario()) == [429, 200, 200, 200]
+
+
+@pytest.mark.parametrize("route", [Routes.GENERATE, Routes.GENERATE_BATCH])
+def test_each_completion_of_a_group_counts(route: str) -> None:
+    one = {"request": {"messages": [{"role": "user", "content": "a"}]}, "sampling": {}, "weights_version": 1}
+
+    async def scenario() -> list[int]:
+        app, _ = application(body_bytes=10_000)
+        async with client(app) as session:
+            groups = [{**one, "group": size} for size in (3, 2, 2)]
+            bodies = groups if route == Routes.GENERATE else [{"requests": [group]} for group in groups]
+            return [(await session.post(route, json=body)).status_code for body in bodies]
+
+    assert asyncio.run(scenario()) == [429, 200, 200]
 
 
 def test_each_request_of_a_batch_counts() -> None:
