@@ -98,6 +98,7 @@ class RemoteVllm:
         for url, status in statuses.items():
             for note in notes_on(status, self._config):
                 logger.info(f"rollout server {url}: {note}")
+        self._servers.at_start = statuses
         self._servers.start_polling()
         conversations = [status.conversations for status in statuses.values() if status.conversations is not None]
         self._whole_groups = any(settings.answers_groups for settings in conversations)

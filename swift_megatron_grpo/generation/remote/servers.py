@@ -11,7 +11,7 @@ import socket
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from threading import Thread
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from swift.utils import get_logger
 from swift_megatron_grpo.generation.interface import AnsweredRequest
 from swift_megatron_grpo.generation.protocol import messages
 from swift_megatron_grpo.generation.remote.client import Client, ImageUploads, make_session
-from swift_megatron_grpo.generation.remote.compatibility import problems_of, unreachable
+from swift_megatron_grpo.generation.remote.compatibility import conflicts_between, problems_of, unreachable
 from swift_megatron_grpo.generation.remote.gateways import GatewayConnection
 from swift_megatron_grpo.generation.remote.weight_sender import WeightConnection
 from swift_megatron_grpo.runtime.failures import SharedFailure
@@ -130,6 +130,7 @@ class Servers:
         name = f"{socket.gethostname()}, process {os.getpid()}, {uuid.uuid4().hex[:8]}"
         self.run = messages.RunIdentity(name, secrets.token_hex(16))
         self.all: list[Server] = []
+        self.at_start: Mapping[str, messages.ServerStatus] = {}  # by URL, once they have passed the check of the run
         self.newest = messages.NO_WEIGHTS  # version of the last weights that were sent
         self.listeners: list[Callable[[], None]] = []  # called after a server was lost, came back, or has free capacity
         self.answered: deque[AnsweredRequest] = deque(maxlen=_ANSWERED)  # the newest, for --trace_steps
@@ -318,9 +319,14 @@ class Servers:
             logger.warning(f"rollout server {server.url} responds again but cannot be used: {problems}")
 
     def problems(self, status: messages.ServerStatus) -> list[str]:
-        """Return the reasons why a server cannot serve this run, including another run on it."""
+        """Return the reasons why a server cannot serve this run, including another run on it.
+
+        What the run leaves to the servers must stay as it was at the start.
+        """
         other = self._other_run(status)
-        return problems_of(status, self.config) if other is None else [messages.serves_another(other)]
+        if other is not None:
+            return [messages.serves_another(other)]
+        return problems_of(status, self.config) or conflicts_between({**self.at_start, "this one": status})
 
     def _other_run(self, status: messages.ServerStatus) -> str | None:
         """Return the run that the server serves, unless that is this run."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from swift_megatron_grpo.generation.remote.client import Client
 from swift_megatron_grpo.generation.remote.servers import Servers
+from swift_megatron_grpo.settings.servers import RemoteTurnsConfig
 from tests.unit.arguments.test_server_checks import CONFIG, GYM, status
 
 
@@ -68,6 +69,22 @@ def test_a_server_restarted_with_incompatible_flags_is_not_used() -> None:
     servers._handle_status(server, status(instance="second", conversations=GYM))
     assert server.is_lost and "it runs multi-turn conversations" in server.loss_reason
     servers._handle_status(server, status(instance="third"))
+    assert not server.is_lost
+
+
+def test_a_server_restarted_with_other_conversations_is_not_used() -> None:
+    """A run may leave all of their flags to its servers."""
+    servers = make_servers(1)
+    servers.config = replace(servers.config, turns=RemoteTurnsConfig(None))
+    servers.at_start = {"http://s0": status(conversations=GYM)}
+    [server] = servers.all
+    for changes in ({"use_gym_env": False}, {"max_turns": 5}, {"answers_groups": True}):
+        servers._handle_status(server, status(instance=str(changes), conversations=replace(GYM, **changes)))
+        assert server.is_lost and "different multi-turn flags" in server.loss_reason
+    foreign: Any = {"of another": "version"}
+    servers._handle_status(server, status(instance="newer", protocol=-1, conversations=foreign))
+    assert server.is_lost and "another protocol version" in server.loss_reason
+    servers._handle_status(server, status(instance="as before", conversations=GYM))
     assert not server.is_lost
 
 
