@@ -6,6 +6,7 @@ They override ms-swift's `async_infer`, which gets one request for each completi
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 
 from swift.infer_engine.protocol import RolloutInferRequest, RolloutOutput
 from swift.rollout import MultiTurnScheduler, multi_turns
@@ -31,22 +32,31 @@ def members(first: RolloutInferRequest, number: int) -> list[RolloutInferRequest
 def turns_of(output: RolloutOutput, recorded: Sequence[Turn]) -> list[Turn]:
     """Return the turns of one conversation, of all that its prompt's conversations have had.
 
-    Each has the tokens of one of its responses and follows the turn before. A scheduler may have rewritten what is in
-    between; then any turn with these tokens does. Of several it is the shortest: others are deeper, in other branches.
+    Each has the tokens of one of its responses. Of several turns with these it is one that follows the turn before and
+    leads to the last one; of several again the shortest, because others are deeper, in other branches. A scheduler may
+    have rewritten what is in between; then any does.
     """
     chain: list[Turn] = []
+    end = list(output.response.prompt_token_ids or ())  # what its last turn continues
     responses = output.response_token_ids or [output.response.choices[0].token_ids]
     for response in map(list, filter(None, responses)):  # the last one is empty if the engine had no room for it
         sampled = [turn for turn in recorded if turn.completion_ids == response] or [
             turn for turn in recorded if _is_behind_prefix(response, turn)
         ]
-        following = [turn for turn in sampled if chain and turn.prompt_ids[: chain[-1].length] == chain[-1].tokens]
         if not sampled:
             raise ValueError(
                 f"the scheduler returned {len(response)} tokens that the engine did not sample in one turn"
             )
-        chain.append(min(following or sampled, key=lambda turn: turn.length))
+        before = chain[-1].tokens if chain else []
+        chain.append(min(sampled, key=partial(_distance, before=before, end=end)))
     return chain
+
+
+def _distance(turn: Turn, before: list[int], end: list[int]) -> tuple[bool, bool, int]:
+    """Return how far a turn is from one that continues `before` and leads to `end`; the least is the nearest."""
+    follows = turn.prompt_ids[: len(before)] == before
+    leads = turn.prompt_ids == end or turn.tokens == end[: turn.length]
+    return not follows, not leads, turn.length
 
 
 def _is_behind_prefix(response: list[int], turn: Turn) -> bool:

@@ -125,14 +125,32 @@ def test_tokens_that_no_turn_sampled_are_refused() -> None:
         complete(TreeEngine(), 4, Rewrites)
 
 
+def output_of(chain: Sequence[Turn], *responses: list[int]) -> Any:
+    """Return what a scheduler returns of these turns; `responses`: with other tokens than theirs."""
+    last = SimpleNamespace(prompt_token_ids=chain[-1].prompt_ids)
+    return SimpleNamespace(response=last, response_token_ids=responses or [turn.completion_ids for turn in chain])
+
+
+@pytest.mark.parametrize("texts", [([8], [9]), ([9, 9], [9]), ([9], [9, 9])])
+def test_equal_answers_to_different_texts_are_told_apart(texts: tuple[list[int], list[int]]) -> None:
+    """Two branches ask another question after the same answer, and get the same answers."""
+    root = Turn([1], [2], [-0.1])
+    branches = []
+    for text in texts:
+        second = Turn([1, 2, *text], [4], [-0.2])
+        branches.append([root, second, Turn([*second.tokens, 7], [5], [-0.3])])
+    recorded = [root, *(turn for pair in list(zip(*branches, strict=True))[1:] for turn in pair)]
+    for chain in (*branches, branches[0][:2], branches[1][:2]):
+        assert turns_of(output_of(chain), recorded) == chain
+
+
 def test_equal_answers_are_told_apart_by_what_they_follow() -> None:
     """Two branches sample the same second answer after different first ones."""
     first, other = Turn([1], [2], [-0.1]), Turn([1], [3], [-0.2])
     after_first, after_other = Turn([1, 2, 9], [4], [-0.3]), Turn([1, 3, 9], [4], [-0.4])
     recorded = [first, other, after_first, after_other]
     for chain in ([first, after_first], [other, after_other]):
-        responses: Any = SimpleNamespace(response_token_ids=[turn.completion_ids for turn in chain])
-        assert turns_of(responses, recorded) == chain
+        assert turns_of(output_of(chain), recorded) == chain
 
 
 def test_equal_answers_are_told_apart_by_their_depth() -> None:
@@ -142,19 +160,18 @@ def test_equal_answers_are_told_apart_by_their_depth() -> None:
     even_deeper, behind_own = Turn([1, 4, 9, 5, 9], [6], [-0.5]), Turn([1, 4, 9], [6], [-0.6])
     recorded = [first, deeper, own, after_own, even_deeper, behind_own]
     for chain in ([first, deeper], [own, after_own, even_deeper], [own, behind_own]):
-        responses: Any = SimpleNamespace(response_token_ids=[turn.completion_ids for turn in chain])
-        assert turns_of(responses, recorded) == chain
+        assert turns_of(output_of(chain), recorded) == chain
 
 
 def test_a_response_may_begin_with_the_prefix_of_the_template() -> None:
     """ms-swift's `run` puts it before the tokens of each turn. It is the end of the prompt."""
     first, second = Turn([1, 8], [2], [-0.1]), Turn([1, 8, 2, 9, 8], [3], [-0.2])
-    responses: Any = SimpleNamespace(response_token_ids=[[8, 2], [8, 3]])
-    assert turns_of(responses, [first, second]) == [first, second]
+    output = output_of([first, second], [8, 2], [8, 3])
+    assert turns_of(output, [first, second]) == [first, second]
     whole = Turn([1, 8], [8, 2], [-0.3, -0.4])  # nothing before it is a prefix
-    assert turns_of(responses, [first, whole, second])[0] == whole
+    assert turns_of(output, [first, whole, second])[0] == whole
     with pytest.raises(ValueError, match="2 tokens that the engine did not sample"):
-        turns_of(responses, [Turn([1, 7], [2], [-0.1])])
+        turns_of(output, [Turn([1, 7], [2], [-0.1])])
 
 
 def test_schedulers_of_groups_are_known_by_their_own_async_infer() -> None:
