@@ -5,6 +5,7 @@ failures.py      errors that every rank raises together, and the protocol of the
 refusals.py      a refused run ends with one message, which torchrun prints
 machines.py      the torchruns of a run tell each other that they live
 http.py          requests to servers: kinds of failures, limits, new tries
+open_files.py    the limit on open files of a process
 import_hooks.py  run a function before or after a later import
 replaced.py      replace an attribute inside a context
 gpus.py          memory and speed of known GPUs

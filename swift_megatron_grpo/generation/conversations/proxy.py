@@ -18,8 +18,10 @@ from aiohttp import web
 
 from swift_megatron_grpo.generation.conversations import anthropic_chat, chat
 from swift_megatron_grpo.generation.conversations.chat import Answer, Call, CallRefused
+from swift_megatron_grpo.runtime.open_files import allow_open_files
 
 MOST_CONNECTIONS = 4096
+_OPEN_FILES = 2**16  # an agent has up to a dozen in this process: an event loop, both ends of connections, a program's
 BODY_BYTES, BODY_SECONDS = 2**22, 30.0
 _LINGERING_SECONDS = 1.0  # in which the rest of a refused body is read, so that its client sees why
 _START_SECONDS = 30
@@ -56,6 +58,7 @@ _PATHS: dict[str, Dialect] = {
 class Proxy:
     def __init__(self, body_seconds: float = BODY_SECONDS) -> None:
         """Bind a port and start to serve."""
+        allow_open_files(_OPEN_FILES)
         self._body_seconds = body_seconds
         self._sessions: dict[str, Session] = {}  # by key
         self._socket = socket.create_server(("127.0.0.1", 0))

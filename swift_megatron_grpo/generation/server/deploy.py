@@ -22,12 +22,13 @@ from swift.utils import get_logger
 from swift_megatron_grpo.generation.protocol.messages import INVALID
 from swift_megatron_grpo.generation.server.arguments import LOOPBACK, GRPORolloutArguments
 from swift_megatron_grpo.generation.server.engine_process import run_engine_process
-from swift_megatron_grpo.generation.server.gate import Gate, allow_open_files, bounded_protocol
+from swift_megatron_grpo.generation.server.gate import Gate, bounded_protocol
 from swift_megatron_grpo.generation.server.health import EngineHealth
 from swift_megatron_grpo.generation.server.pipe import Commands
 from swift_megatron_grpo.generation.server.routes import RolloutRoutes, refuse_if_failed
 from swift_megatron_grpo.generation.server.schema import ContentLimits
 from swift_megatron_grpo.generation.server.signals import kill_children
+from swift_megatron_grpo.runtime.open_files import allow_open_files
 
 logger = get_logger()
 _OTHER_FILES = 1024  # open files besides connections

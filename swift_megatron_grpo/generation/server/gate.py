@@ -6,7 +6,6 @@ checked by schema.py. An exception in a route is logged with an id, and the clie
 
 import asyncio
 import hmac
-import resource
 import uuid
 from collections.abc import Callable, MutableMapping
 from functools import partial
@@ -207,11 +206,3 @@ def bounded_protocol(most: int, idle_seconds: float, body_bytes: int) -> type[as
                 self._close_later(self.cycle)
 
     return BoundedProtocol
-
-
-def allow_open_files(number: int) -> None:
-    """Raise this process's limit on open files as far as it may; each connection needs one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = number if hard == resource.RLIM_INFINITY else min(number, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

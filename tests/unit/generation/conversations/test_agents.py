@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from threading import Event
+import os
+import resource
+from threading import Barrier, Event
 from typing import Any
 
 import openai
@@ -155,6 +157,23 @@ def test_agents_at_once_have_their_own_keys_and_calls() -> None:
     for number, completion in enumerate(completions):
         assert completion.infos == {"total_reward": number, "num_turns": 3} and completion.earlier == ()
         assert completion.prompt_ids == [number] and completion.sampled == [True, False] * 2 + [True]
+
+
+def test_agents_at_once_have_more_files_than_a_shell_gives() -> None:
+    """Each has an event loop and a connection, of which both ends are in this process."""
+    everyone = Barrier(100)
+
+    async def agent(row: dict[str, Any], url: str, key: str) -> None:
+        client_of(url, key).chat.completions.create(model="m", messages=[USER])
+        everyone.wait(30)
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 200, before[1]))
+    try:
+        _, completions = run(Engine, agent, many=100, seconds=60.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert not any(AGENT_ERROR in completion.infos for completion in completions)
 
 
 def test_a_key_ends_with_its_rollout_and_calls_are_bounded() -> None:
