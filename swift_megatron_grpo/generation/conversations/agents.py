@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
+from numbers import Real
 from typing import Any, ClassVar
 
 from swift.infer_engine import RequestConfig
@@ -231,10 +232,10 @@ class AgentRollout:
 async def _infos_of(agent: Agent, row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
     """Run the agent, whose failure is that of its rollout alone, also if it ends its thread."""
     try:
-        returned = await agent(row, base_url, api_key)
+        returned: object = await agent(row, base_url, api_key)
         if returned is None:
             return {}
-        if isinstance(returned, bool) or not isinstance(returned, int | float):
+        if isinstance(returned, bool) or not isinstance(returned, Real):  # also numpy's
             raise TypeError(f"it returned {returned!r:.100}, which is neither a number nor None")
         return {"total_reward": float(returned)}
     except BaseException as error:

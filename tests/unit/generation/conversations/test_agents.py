@@ -9,6 +9,7 @@ import resource
 from threading import Barrier, Event
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
@@ -116,6 +117,16 @@ async def hangs(row: dict[str, Any], url: str, key: str) -> float:
     client_of(url, key).chat.completions.create(model="m", messages=[USER])
     RELEASED.wait(60)
     return 1.0
+
+
+@pytest.mark.parametrize("number", [np.float32(0.5), np.int64(2), 1])
+def test_any_number_is_a_reward(number: Any) -> None:
+    async def agent(row: dict[str, Any], url: str, key: str) -> Any:
+        client_of(url, key).chat.completions.create(model="m", messages=[USER])
+        return number
+
+    _, [completion] = run(Engine, agent)
+    assert completion.infos == {"total_reward": float(number), "num_turns": 1}
 
 
 async def silent(row: dict[str, Any], url: str, key: str) -> float:
