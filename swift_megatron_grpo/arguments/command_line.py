@@ -4,8 +4,6 @@ The parser ends at the first wrong value, below a usage of 400 lines, and sugges
 last, and argparse ends at an ambiguous one: --save may be --save_steps.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 import re

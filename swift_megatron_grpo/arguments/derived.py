@@ -1,7 +1,5 @@
 """Values derived from the flags; the rest of the package reads these instead of the flags."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping, Sequence
 from copy import copy

@@ -4,8 +4,6 @@ What looks local must exist. Otherwise ms-swift takes a missing file for a datas
 45 s.
 """
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import json

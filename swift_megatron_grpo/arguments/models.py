@@ -1,7 +1,5 @@
 """Checks of the model that config.json describes: supported types, attention layers, kernels, experts, positions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib.metadata import version
 from importlib.util import find_spec

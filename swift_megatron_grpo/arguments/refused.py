@@ -4,8 +4,6 @@ A flag of ms-swift is in neither table, and is read by this trainer or by ms-swi
 test_flags.py lists them all, so a flag that a new ms-swift release adds fails that test by name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum

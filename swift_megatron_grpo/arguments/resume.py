@@ -1,7 +1,5 @@
 """Apply --resume: find the checkpoint, and set the flags that load it, before ms-swift and other checks read them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """The models of --reward_model: checks of their plugins, and the functions that call them."""
 
-from __future__ import annotations
-
 import os
 
 from swift.rewards import rm_plugins

@@ -1,7 +1,5 @@
 """The first lines that a run logs: the trainer, the layout, the batch plan, and notes on flags."""
 
-from __future__ import annotations
-
 from swift_megatron_grpo import SWITCH, __version__
 from swift_megatron_grpo.arguments.derived import DerivedArguments
 from swift_megatron_grpo.arguments.refused import notes_on_flags

@@ -4,8 +4,6 @@ A teacher scores the token ids that the policy has sampled. Vocabularies of equa
 the maps from tokens to ids are compared, not their sizes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

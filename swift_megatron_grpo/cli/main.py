@@ -4,8 +4,6 @@ A subcommand is a module with two functions, `add_arguments(parser)` and `run(op
 Its docstring is the text of its --help. It is imported when it is chosen, and imports what is slow when it runs.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from importlib import import_module

@@ -4,8 +4,6 @@ swift-megatron-grpo report RUN                  writes RUN/report.html
 swift-megatron-grpo report RUN RUN [RUN ...]    writes comparison.html in this folder
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

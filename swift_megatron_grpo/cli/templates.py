@@ -4,8 +4,6 @@ swift-megatron-grpo templates           prints their names, and what each is for
 swift-megatron-grpo templates FOLDER    copies them, with the reward and environment files
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 from itertools import takewhile

@@ -6,8 +6,6 @@ their type for images, and they have a processor. Weights are in bf16 and have t
 Qwen3.5 and Qwen3-Next have a multi-token prediction layer.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

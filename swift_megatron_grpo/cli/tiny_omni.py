@@ -1,7 +1,5 @@
 """Configs of tiny Qwen-Omni models: a thinker with image and audio parts, and a talker and a vocoder, all random."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from math import isqrt
 from typing import Any

@@ -3,8 +3,6 @@
 A row has paths, URLs, base64, bytes or PIL images. Only a trainer reads them; its servers receive bytes.
 """
 
-from __future__ import annotations
-
 from base64 import b64decode, b64encode
 from binascii import Error as BinasciiError
 from collections.abc import Iterable, Mapping

@@ -5,8 +5,6 @@ within the limits. It mixes them to one channel, resamples them, and cuts them t
 result, a WAV file of 16 bits whose header follows from its length, so no decoder of theirs reads a stranger's file.
 """
 
-from __future__ import annotations
-
 import wave
 from base64 import b64encode
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476): groups of equal rewards give no gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

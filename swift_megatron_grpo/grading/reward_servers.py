@@ -4,8 +4,6 @@ A completion is one request. A server may be slow, restart, be down, or answer w
 is repeated within a time limit; any other one ends the run or costs this completion, as --bad_reward says.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

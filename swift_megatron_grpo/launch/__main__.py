@@ -1,7 +1,5 @@
 """`megatron rlhf` of a file with roles: `python -m swift_megatron_grpo.launch [FILE] ARGUMENTS`."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping, Sequence

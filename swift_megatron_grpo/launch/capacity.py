@@ -1,7 +1,5 @@
 """Refuse roles that do not fit on the machines of a cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from swift_megatron_grpo.launch.roles import Refused, Roles

@@ -1,7 +1,5 @@
 """A process that this one starts and watches: the torchrun of a machine's ranks, or a rollout server."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import signal

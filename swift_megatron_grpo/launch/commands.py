@@ -1,7 +1,5 @@
 """The commands of the members: torchrun for the ranks of a machine, `swift rollout` for a server."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The GPUs of this machine, for its members."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """A member of a run: the ranks of one machine, or one rollout server, on this machine or elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol

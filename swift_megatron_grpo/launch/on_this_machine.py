@@ -1,7 +1,5 @@
 """Run the members as processes of this machine: the ranks on its first GPUs, the servers on the next."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from swift_megatron_grpo.launch.child import Child

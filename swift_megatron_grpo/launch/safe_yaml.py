@@ -1,7 +1,5 @@
 """Read YAML that may come from anywhere: nothing in it runs, and what it expands to is bounded."""
 
-from __future__ import annotations
-
 from itertools import chain
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Start the members of a run, wherever they are: first their addresses, then their commands."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Watch the members of a run until it ends, and end all of them together with one line that says why."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import time

@@ -1,7 +1,5 @@
 """Sending of the newest weights to the engine, and the check that it runs them, before anything is generated."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Things of equal number that are picked from, and joined, together: arrays, and objects that are made when read."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields

@@ -3,8 +3,6 @@
 Many ranks take their next items at once, in arrays: the result is that of one item after the other, to the bit.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import Any

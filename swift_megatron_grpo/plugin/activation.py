@@ -1,7 +1,5 @@
 """Activate this package in a process: hook later imports, or replace the process with another program."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import subprocess

@@ -13,8 +13,6 @@ Processes of a rollout server without a GPU get the fixes of vLLM. They are spaw
 variable reaches them before vLLM checks its settings.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

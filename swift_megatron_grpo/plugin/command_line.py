@@ -5,8 +5,6 @@ scripts print the command that they start, with all arguments, and every user of
 its processes. Environments can be read by their owner only.
 """
 
-from __future__ import annotations
-
 import builtins
 import os
 import re

@@ -3,8 +3,6 @@
 runtime/machines.py finds the loss. The ranks that wait for the lost machine in a collective do not.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping

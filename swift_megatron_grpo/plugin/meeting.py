@@ -3,8 +3,6 @@
 A torchrun that waits writes its number into the store of the rendezvous, and looks for those of the others.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

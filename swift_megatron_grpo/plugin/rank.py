@@ -1,7 +1,5 @@
 """Prepare a process that is a rank of this trainer, or that ranks are forked from, before it imports Megatron."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import importlib

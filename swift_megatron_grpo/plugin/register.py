@@ -4,8 +4,6 @@ Nothing is imported until ms-swift needs it, so `register()` may be called befor
 script. Other rlhf types are left unchanged.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 from functools import cache

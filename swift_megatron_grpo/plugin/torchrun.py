@@ -8,8 +8,6 @@ the ranks are forks of torchrun, which imports for all of them. With several mac
 begin (meeting.py), finds a lost one (lost_machine.py), and ends with a line about it.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import os

@@ -3,8 +3,6 @@
 Servers may be slow, restart, and respond with anything. Proxy variables are ignored: servers are on the local network.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -7,8 +7,6 @@ thread of torchrun writes a new value into the store every two seconds and reads
 of the own clock alone.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Reward models in the training processes: every rank has all of each, and grades its share of completions with it."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

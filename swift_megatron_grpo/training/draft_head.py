@@ -9,8 +9,6 @@ Its weights are frozen while the policy is wrapped, and are wrapped and updated 
 buffers, gradient norm, clipping and update of a run without the layer, and the layer has its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Check a run: flags, as one of its ranks parses them, dataset, rewards and model, in the order of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ megatron rlhf --rlhf_type grpo --model ... --check true [--check_gpu H100-80G]
 Both check the same. The exit code is 0 if nothing stands against the run.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import traceback

@@ -1,7 +1,5 @@
 """Estimate micro batches, memory and time of a step of a run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Sizes of a model, from its config.json alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod

@@ -1,7 +1,5 @@
 """Format what a check found."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import median
 

@@ -1,7 +1,5 @@
 """Encode the prompts of a dataset, and grade made-up responses with the reward functions."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterable

@@ -10,8 +10,6 @@ weights are compared after two optimizer steps with a KL term, one on-policy and
 value differs from that of one rank by more than the tolerance.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

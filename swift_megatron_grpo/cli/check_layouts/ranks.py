@@ -1,7 +1,5 @@
 """Tasks of the ranks: torchrun starts `python -m swift_megatron_grpo.cli.check_layouts.ranks TASKS`."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

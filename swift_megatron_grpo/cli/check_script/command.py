@@ -8,8 +8,6 @@ rows in place of a hub's data. Without a folder of the model on this machine, si
 made-up large model, which every common layout divides.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import tempfile

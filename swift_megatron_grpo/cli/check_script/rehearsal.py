@@ -1,7 +1,5 @@
 """The tiny run that is trained in place of a script's, with a rollout server if the script has one."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

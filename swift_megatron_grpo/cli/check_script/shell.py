@@ -8,8 +8,6 @@ comments, command separators and redirections. A substitution of commands, arith
 becomes an empty text. What variables expand to is bounded, because a few lines may double a text for ever.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

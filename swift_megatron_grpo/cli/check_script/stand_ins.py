@@ -4,8 +4,6 @@
 and a context that is too short for prompt and completion stays too short.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

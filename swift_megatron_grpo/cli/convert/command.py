@@ -10,8 +10,6 @@ FILE is read and never run. The script is printed. Its comments, and standard er
 counterpart and every setting that needs a decision; none is dropped.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

@@ -4,8 +4,6 @@ A name has the value of the last assignment above its use, whatever branch or fu
 program can know, such as what an argument parser returns, is COMPUTED.
 """
 
-from __future__ import annotations
-
 import ast
 import math
 from collections import defaultdict

@@ -3,8 +3,6 @@
 Here torchrun starts the ranks, and one command has the flags of all roles.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

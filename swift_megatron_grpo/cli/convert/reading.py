@@ -5,8 +5,6 @@ variables that the script or the environment sets are replaced. YAML has them ne
 ${data.batch_size}. A Python program has them in calls (TRL).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path

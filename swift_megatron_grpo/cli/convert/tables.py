@@ -1,7 +1,5 @@
 """A table of the keys of another trainer, and its application to the settings of a file."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ verl and siiRL have key=value words after `python3 -m verl.trainer.main_ppo`, or
 train.py` or `train_async.py`, of which many are Megatron's and have the same name here. ROLL has YAML.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

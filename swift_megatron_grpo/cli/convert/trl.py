@@ -1,7 +1,5 @@
 """The table of TRL: fields of GRPOConfig, of its model and its script, and arguments of GRPOTrainer and LoraConfig."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

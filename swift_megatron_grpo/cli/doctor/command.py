@@ -6,8 +6,6 @@ swift-megatron-grpo doctor --skip_imports    takes a few seconds
 The exit code is 1 if a run would fail. Attach the output to a bug report.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

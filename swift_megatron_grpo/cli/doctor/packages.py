@@ -1,7 +1,5 @@
 """Compares installed versions with the ranges in this package's metadata, which the tests have passed with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from typing import NamedTuple

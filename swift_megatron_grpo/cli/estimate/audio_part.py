@@ -5,8 +5,6 @@ it, and no checkpointing drops it: 8 MB for a second of Qwen3-Omni. The sums are
 class saves; tests/unit/cli/estimate counts them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 CHUNK_TOKENS = 13

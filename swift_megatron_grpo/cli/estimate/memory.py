@@ -1,7 +1,5 @@
 """Estimate the memory of every rank in every phase of a step, and what vLLM's share of it holds. Pure Python."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -8,8 +8,6 @@ Of exchanges, gradients and pipelines are left out: data parallelism sends gradi
 one tensor of a micro batch between stages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import comb

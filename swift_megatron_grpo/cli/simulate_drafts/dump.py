@@ -1,7 +1,5 @@
 """Reads the tokens of dumped rollouts. Damaged lines are refused by file and line."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

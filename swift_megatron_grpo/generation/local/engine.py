@@ -1,7 +1,5 @@
 """vLLM in the training processes ("colocate"), through ms-swift's engine and its template."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Iterable, Sequence
 from copy import copy
 from functools import partial

@@ -6,8 +6,6 @@ the run's store, which the gateway watches while it sends. A server to which its
 from rank 0. On one machine there are no gateways.
 """
 
-from __future__ import annotations
-
 import socket
 import time
 from collections import Counter

@@ -5,8 +5,6 @@ the device, in vLLM's own rows of running requests and in completions that have 
 which texts have a prompt in common. Ranks that share an engine have the same tokens, and so the same drafts.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Completions that have ended, on the device: one after the other in a ring, where the oldest make room."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 

@@ -3,8 +3,6 @@
 vLLM proposes and schedules them; they are verified as all drafts are (verification.py). Here they are only counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

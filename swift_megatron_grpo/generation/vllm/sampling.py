@@ -4,8 +4,6 @@ ms-swift's `infer` makes vLLM detokenize every token as it is sampled and report
 then detokenizes every token again for its log-prob. On an H200 that took a quarter of the time of generation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from io import BytesIO

@@ -3,8 +3,6 @@
 vLLM 0.32 has that speculator; where it is missing, and on a CPU, the first model runner drafts (drafts.py).
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any

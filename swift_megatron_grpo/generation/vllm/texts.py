@@ -1,7 +1,5 @@
 """Drafts without a draft model, from texts that share a prompt: what came after the last tokens before."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 MOST_MATCHED = 4  # tokens; longer matches draft nothing better

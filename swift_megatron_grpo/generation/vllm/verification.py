@@ -7,8 +7,6 @@ how many steps a completion takes and never what it says. vLLM applies penalties
 drafted rows, and computes the log-probs of what is returned here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The fixed text, with media if the run has some, whose log-probs trainer and engines compute after a sync."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence, Set
 from dataclasses import dataclass

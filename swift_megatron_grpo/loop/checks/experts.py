@@ -3,8 +3,6 @@
 A kernel of vLLM that chooses experts itself may leave the rows of its layers at zero: k times the first expert.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

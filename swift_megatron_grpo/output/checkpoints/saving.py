@@ -4,8 +4,6 @@ A save that a full disk ends is removed, so that no incomplete checkpoint stays,
 lacks the files of a machine, which has unmounted the output folder since the run began, gets no manifest.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

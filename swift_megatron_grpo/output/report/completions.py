@@ -1,7 +1,5 @@
 """Read the first and the newest rollouts of completions.jsonl, whose middle may have gigabytes and is never read."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The content of the page, for one run or several, as one JSON value."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

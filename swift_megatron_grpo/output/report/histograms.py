@@ -1,7 +1,5 @@
 """Histograms of the rewards and lengths of completions: the first rollouts against the newest."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

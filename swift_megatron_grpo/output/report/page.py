@@ -1,7 +1,5 @@
 """The HTML file of a report: one page that loads nothing from elsewhere, with its data as JSON inside."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """Read logging.jsonl and args.json from the folder of a run, also while the run writes them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Reads what `swift-megatron-grpo simulate-drafts RUN` has left in the folder of a run, for the head of its page."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

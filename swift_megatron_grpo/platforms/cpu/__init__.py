@@ -19,8 +19,6 @@ forks.py             ranks that are forks of torchrun, which imports for all of 
 torchvision_operators.py  makes torchvision importable, in every process with a CPU build of torch
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

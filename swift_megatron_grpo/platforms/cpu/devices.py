@@ -5,8 +5,6 @@ of torch's API and rewrites the device in its arguments. torch's own functions a
 torch.jit.script and pickling keep working. A mode applies to one thread, so every thread that starts later enters one.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ and coalesced calls. This file adds the rest: the name "nccl", all_gather of ten
 for the connections of all groups.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

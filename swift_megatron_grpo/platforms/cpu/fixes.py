@@ -4,8 +4,6 @@ Installed by `activate()`. One function per fault. The fixes do not change what 
 computed on a CPU.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

@@ -4,8 +4,6 @@ Without a GPU, the ranks of a machine share its cores, and each would import ms-
 which takes 6 to 15 CPU seconds. On a GPU torchrun itself initializes CUDA, after which a fork cannot use it.
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import os

@@ -5,8 +5,6 @@ on both sides of the runner do not depend on it: hooks at the routers capture th
 of cached blocks, and the scheduler attaches rows to completions. This module connects them to the first runner.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Module trees that stand in for packages that need CUDA, and errors for what they do not implement."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
 from types import ModuleType

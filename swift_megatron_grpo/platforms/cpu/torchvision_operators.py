@@ -11,8 +11,6 @@ use them.
 Tests: tests/unit/platforms/cpu/test_torchvision_operators.py fails once torchvision imports without this.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.machinery import ModuleSpec
 from typing import Any

@@ -15,8 +15,6 @@ The report is one file for all ranks. Once it exists, the monitors of the other 
 cannot be written, the section goes to standard error. The rank is killed in either case.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -20,8 +20,6 @@ gain as well: the rotary embedding and the additions to the gradient buffer took
 A module that a kernel does not support keeps its own implementation. On a CPU nothing else is replaced.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial

@@ -22,8 +22,6 @@ first part can also go with support for Transformer Engine below 2.14. tests/uni
 test_many_tensors.py, and tests/gpu/test_many_tensors.py, which fails once upstream takes as many tensors in one call.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The layers of multi-token prediction of a checkpoint, for an engine that drafts with them while none is trained."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path

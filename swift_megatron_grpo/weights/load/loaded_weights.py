@@ -6,8 +6,6 @@ expert, take longer there than on the wire. Layers that vLLM quantizes have stag
 (staging.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass

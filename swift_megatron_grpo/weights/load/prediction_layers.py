@@ -1,7 +1,5 @@
 """A model of vLLM with its layers of multi-token prediction, which vLLM holds as another model, as one model."""
 
-from __future__ import annotations
-
 from itertools import groupby
 from typing import Any
 

@@ -6,8 +6,6 @@ are taken, the layer is quantized in place, and the staging tensors are freed. I
 trainer sends them, they take the memory of one layer.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager

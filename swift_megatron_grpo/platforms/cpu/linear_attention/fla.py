@@ -6,8 +6,6 @@ fp32, or in fp64 for inputs in fp64. `activate()` calls `install()`.
 b: batch; t: tokens; c: tokens of a chunk; hk, h: heads of queries and keys, and of values; k, v: their sizes.
 """
 
-from __future__ import annotations
-
 import sys
 from itertools import pairwise
 from types import ModuleType

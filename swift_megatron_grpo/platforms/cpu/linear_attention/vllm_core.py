@@ -6,8 +6,6 @@ inside, with the same caches, so that a training run in fp32 can be compared wit
 d: channels of queries, keys and values; w: width of the convolution; h: heads of values; k, v: sizes of a head.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Shapes: b sequences, h query heads, g key heads (h is a multiple of g), q querie
 keys, e channels of values.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 

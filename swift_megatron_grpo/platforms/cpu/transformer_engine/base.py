@@ -1,7 +1,5 @@
 """Base class of the stand-in's layers: parameters with deferred initialisation, and fp8 attributes, all off."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -5,8 +5,6 @@ Arguments are those of Transformer Engine 2.11. These have no effect on the numb
 cache).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

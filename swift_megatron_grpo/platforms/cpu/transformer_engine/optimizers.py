@@ -1,7 +1,5 @@
 """FusedAdam, FusedSGD and the multi-tensor functions, for megatron-core's optimizers, gradient norm and clipping."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -3,8 +3,6 @@
 t: tokens, h: hidden size, e: experts, p: permuted tokens, one for each pair of a token and an expert of its choice.
 """
 
-from __future__ import annotations
-
 import torch
 
 

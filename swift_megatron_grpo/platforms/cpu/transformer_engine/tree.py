@@ -5,8 +5,6 @@ own implementation, which is the right one on a CPU. These are cpp_extensions (f
 cpu_offload and float8_tensor.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from types import ModuleType
