@@ -154,14 +154,16 @@ def _first_seed(*parts: object) -> int:
 
 
 def requests_for(
-    prompts: Sequence[Prompt], per_prompt: int, seed: int | None, version: int, with_experts: int = 0
+    prompts: Sequence[Prompt], per_prompt: int, seed: int | None, version: int | None, with_experts: int = 0
 ) -> list[Request]:
     """Create `per_prompt` requests for every prompt; the first `with_experts` return the experts that routers chose.
 
     A seed depends on the weights' version, the prompt and the place in its group: what else is generated, and in which
-    round of --dynamic_sample, changes no completion.
+    round of --dynamic_sample, changes no completion. Evaluations have no version, so that those at two steps differ by
+    the weights alone, and seeds of their own, so that an engine's random numbers stay as they are for training.
     """
-    firsts = [_first_seed(seed, version, prompt.prompt_id) for prompt in prompts]
+    of_all = (seed,) if version is None else (seed, version)
+    firsts = [_first_seed(*of_all, prompt.prompt_id) for prompt in prompts]
     return [
         Request(
             index,
@@ -169,24 +171,6 @@ def requests_for(
             None if seed is None else firsts[index // per_prompt] + index % per_prompt,
             index < with_experts,
             index % per_prompt,
-        )
-        for index in range(len(prompts) * per_prompt)
-    ]
-
-
-def evaluation_requests(prompts: Sequence[Prompt], per_prompt: int, seed: int) -> list[Request]:
-    """Create `per_prompt` requests for every prompt, each with a seed that depends on the prompt and its place only.
-
-    Completions then depend neither on the other prompts nor on ranks, an engine's own random numbers stay as they are
-    for training, and evaluations at two steps differ by the weights alone.
-    """
-    firsts = [_first_seed(seed, prompt.prompt_id) for prompt in prompts]
-    return [
-        Request(
-            index,
-            prompts[index // per_prompt],
-            firsts[index // per_prompt] + index % per_prompt,
-            place=index % per_prompt,
         )
         for index in range(len(prompts) * per_prompt)
     ]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from swift_megatron_grpo.generation.interface import Generation, Request, evaluation_requests, requests_for
+from swift_megatron_grpo.generation.interface import Generation, Request, requests_for
 from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS
 from swift_megatron_grpo.loop.bodies import Outlines
 from swift_megatron_grpo.loop.checks.experts import check_experts
@@ -104,7 +104,8 @@ class RolloutQueue:
         sampling = evaluation.sampling
         assert sampling.seed is not None
         evaluated = StartedRollout(prompts, evaluation.num_generations, self.nothing_scored(), is_read_whole=True)
-        self._generate(evaluated, evaluation_requests(prompts, evaluated.group_size, sampling.seed), sampling)
+        requests = requests_for(prompts, evaluated.group_size, sampling.seed, version=None)
+        self._generate(evaluated, requests, sampling)
         return evaluated
 
     def _start_draw(

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from swift_megatron_grpo.data.prompts import PromptSource
-from swift_megatron_grpo.generation.interface import evaluation_requests
+from swift_megatron_grpo.generation.interface import requests_for
 from swift_megatron_grpo.grading.graded import GradedRollouts
 from swift_megatron_grpo.loop.evaluation import Evaluation, same_random_numbers_afterwards
 from swift_megatron_grpo.settings.config import EvaluationConfig, GradingConfig, SamplingConfig
@@ -111,11 +111,12 @@ def test_missing_answers_are_logged_once(caplog: pytest.LogCaptureFixture, monke
 
 def test_seeds_of_an_evaluation_depend_on_the_prompt_alone() -> None:
     prompts = [Prompt(str(number), {}) for number in range(3)]
-    together = {(r.prompt.prompt_id, r.seed) for r in evaluation_requests(prompts, 2, seed=7)}
-    alone = {(r.prompt.prompt_id, r.seed) for prompt in prompts for r in evaluation_requests([prompt], 2, seed=7)}
+    requests = requests_for(prompts, 2, seed=7, version=None)
+    together = {(r.prompt.prompt_id, r.seed) for r in requests}
+    alone = {(r.prompt.prompt_id, r.seed) for prompt in prompts for r in requests_for([prompt], 2, 7, version=None)}
     assert together == alone and len({seed for _, seed in together}) == 6
-    assert [request.index for request in evaluation_requests(prompts, 2, seed=7)] == list(range(6))
-    assert not together & {(r.prompt.prompt_id, r.seed) for r in evaluation_requests(prompts, 2, seed=8)}
+    assert [request.index for request in requests] == list(range(6))
+    assert not together & {(r.prompt.prompt_id, r.seed) for r in requests_for(prompts, 2, seed=8, version=None)}
 
 
 def draw() -> list[float]:
