@@ -1,8 +1,7 @@
 """HTTP client of one rollout server."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import aiohttp
@@ -53,7 +52,8 @@ class Client:
 
     async def _receive_batch(self, payloads: Sequence[dict[str, Any]], timeout: float, accept: Accept) -> None:
         missing, unfinished = set(range(len(payloads))), b""
-        async with self._response("POST", Routes.GENERATE_BATCH, timeout, {"json": {"requests": payloads}}) as response:
+        address, body = self.url + Routes.GENERATE_BATCH, {"json": {"requests": payloads}}
+        async with respond(self._session, "POST", address, timeout, body) as response:
             async for chunk in response.content.iter_any():
                 *lines, unfinished = (unfinished + chunk).split(b"\n")
                 for line in lines:
@@ -94,7 +94,7 @@ class Client:
     ) -> dict[str, Any]:
         async def send() -> dict[str, Any]:
             body = {"data": payload} if isinstance(payload, bytes) else {"json": payload}
-            async with self._response(method, route, timeout, body) as response:
+            async with respond(self._session, method, self.url + route, timeout, body) as response:
                 return json_object(await response.text(errors="replace"))
 
         return await self._cancellable(send())
@@ -112,14 +112,6 @@ class Client:
             raise Unreachable("the request was cancelled because the server is lost") from None
         finally:
             self._in_flight.discard(task)
-
-    @asynccontextmanager
-    async def _response(
-        self, method: str, route: str, timeout: float, body: dict[str, Any]
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request. Raise ServerFailure unless the server accepts it and the response arrives completely."""
-        async with respond(self._session, method, self.url + route, timeout, body) as response:
-            yield response
 
 
 class ImageUploads:
