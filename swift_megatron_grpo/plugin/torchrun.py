@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ FAILURE_VARIABLE = "SWIFT_MEGATRON_GRPO_FAILURE"  # set by launch/: a file for t
 _REPORT_SECONDS = 15.0  # after the grace, for the watchdog of a stuck rank to write its report
 _SECOND_SIGNAL_SECONDS = 5.0  # for ranks to end at a second signal
 _EXIT_SECONDS = 30.0  # between the exit of the first rank and that of the last
+_KILLED_SECONDS = 0.5  # between the exit of a rank that lost a connection and that of the killed rank at its other end
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _NOTHING_SAVED = "{} ended the run before its first step; nothing was saved"
 _STOPPED = {128 + number for number in _SIGNALS}  # exit codes of a rank that has stopped
@@ -93,7 +94,7 @@ def _patch(api: ModuleType, args: list[str], refusals: Path) -> None:
         return result
 
     def close(self: Any, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        self.ended = [each for each, handler in self.subprocess_handlers.items() if handler.proc.poll() is not None]
+        self.ended = ended_ranks({each: handler.proc for each, handler in self.subprocess_handlers.items()})
         stock_close(self, death_sig or signal.SIGKILL, timeout)
 
     context.start, context.wait, context.close = start, wait, close
@@ -196,12 +197,29 @@ def _leave_to_launch(reason: str) -> NoReturn:
     _exit(1)
 
 
+def ended_ranks(processes: Mapping[int, Any]) -> list[int]:
+    """Return the local ranks that have ended by themselves, once one of them has failed.
+
+    A rank that is killed closes its connections before it ends, so a rank that follows may end first.
+    """
+    ended = [each for each, process in processes.items() if process.poll() is not None]
+    others, end = processes.keys() - ended, time.monotonic() + _KILLED_SECONDS
+    while time.monotonic() < end and any(processes[each].poll() is None for each in others):
+        time.sleep(0.05)
+    return ended + [each for each in others if _is_killed(processes[each].poll() or 0)]
+
+
+def _is_killed(code: int) -> bool:
+    """Return True for the exit code of a rank that did not end because another one had."""
+    return code < 0 and code not in _FOLLOWING
+
+
 def _first(failures: Iterable[Any]) -> Any:
     """Return the failure that the others followed. Their times are whole seconds: a busy torchrun sees several at once.
 
     A rank that loses a connection to another one raises or aborts; no rank is killed because another one has ended.
     """
-    return min(failures, key=lambda each: (each.exitcode in _FOLLOWING or each.exitcode > 0, each.timestamp))
+    return min(failures, key=lambda each: (not _is_killed(each.exitcode), each.timestamp))
 
 
 def _how(code: int) -> str:

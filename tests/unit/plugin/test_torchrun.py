@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 
 from swift_megatron_grpo.arguments.environment import import_plugin
 from swift_megatron_grpo.generation.conversations.checks import check_max_turns
+from swift_megatron_grpo.plugin.torchrun import ended_ranks
 from swift_megatron_grpo.runtime.refusals import is_caused_by_bug, is_raised_by_package
 from tests.forking.client import free_port, start_piped
 from tests.paths import IMPORT_PATH
@@ -187,6 +189,18 @@ def test_a_killed_rank_is_the_reason_and_not_one_that_follows(tmp_path: Path) ->
     torchrun.send_signal(signal.SIGCONT)
     torchrun.finish()
     assert said.read_text() == "rank 1 has ended: killed by signal 9"
+
+
+def test_a_killed_rank_that_ends_after_one_that_follows_is_known() -> None:
+    commands = ["exit 1", "sleep 0.2; kill -9 $$", "sleep 60", "sleep 0.2; exit 1", "sleep 0.2; kill -TERM $$"]
+    ranks = dict(enumerate(subprocess.Popen(["sh", "-c", f"exec 2> /dev/null; {each}"]) for each in commands))
+    ranks[0].wait()
+    try:
+        assert ended_ranks(ranks) == [0, 1]
+    finally:
+        for process in ranks.values():
+            process.kill()
+            process.wait()
 
 
 def test_ranks_stop_if_torchrun_is_killed(tmp_path: Path) -> None:
