@@ -75,6 +75,7 @@ IN_ORDER = ["--dataset_shuffle", "false", "--train_dataloader_shuffle", "false",
             "--lr_decay_style", "constant", *ALL_WEIGHTS]  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_a_stream_trains_the_rows_that_a_run_without_it_trains(folder: Path, dense: Path, dataset: Path) -> None:
     """A run that continues it for more steps reads more rows, and begins with the same ones."""
     streamed = ["--streaming", "true", *STATES, *IN_ORDER]

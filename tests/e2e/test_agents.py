@@ -86,6 +86,7 @@ def test_an_agent_that_fails_costs_its_rollout_alone(folder: Path, dense: Path) 
     assert step["agents/failed"] == step["rewards/dropped"] == 8 and step["grad_norm"] > 0
 
 
+@pytest.mark.nightly
 def test_a_command_that_is_killed_costs_its_rollout_alone(folder: Path, dense: Path) -> None:
     ways = ["killed", "hangs", "nonsense", "good"]
     dataset = rows(folder / "commands.jsonl", way=ways)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.choice import rest_nightly
 from tests.support.runs import PLUGINS, REWARDS, make_model, megatron_rlhf
 
 pytestmark = pytest.mark.e2e
@@ -94,7 +95,7 @@ def test_a_teachers_numbers_match_the_stock_trainer(
 
 @pytest.mark.parametrize(
     ("teacher", "distillation"),
-    [pytest.param("another", "", marks=pytest.mark.nightly), ("the policy", "rlsd"), ("another", "sdar")],
+    rest_nightly([("another", ""), ("the policy", "rlsd"), ("another", "sdar")], [("another", "sdar")]),
 )
 def test_a_teachers_own_prompt_gives_the_stock_trainers_numbers(
     tmp_path: Path, dense: Path, dataset: Path, teacher: str, distillation: str

@@ -42,6 +42,7 @@ def plain(folder: Path, qwen3_5: Path, two_rows: Path) -> Finished:
     return trained(folder / "plain", qwen3_5, two_rows, [], ranks=2)
 
 
+@pytest.mark.nightly
 def test_a_run_with_drafts_on_two_ranks_generates_what_one_without_does(
     folder: Path, qwen3_5: Path, two_rows: Path, plain: Finished
 ) -> None:

@@ -98,6 +98,7 @@ def test_ranks_on_ray_train_the_same_and_end_with_one_line(
 
 
 @pytest.mark.thorough
+@pytest.mark.nightly
 def test_two_machines_without_ray_train_the_same(folder: Path, dense: Path, dataset: Path, plain: Finished) -> None:
     """The command of each machine is the same: the first one has the ranks, the second one the server."""
     runs, config = folder / "machines", folder / "machines.yaml"

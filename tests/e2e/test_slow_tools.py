@@ -47,7 +47,7 @@ def test_others_run_to_their_ends_while_tools_wait(
     assert run.log[0]["num_turns"] == 3
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_tool_that_hangs_ends_the_run_after_the_phases_time(folder: Path, dense: Path, dataset: Path) -> None:
     run, [events, _] = train((dense, dataset), folder / "hanging", "hanging", 2, ["--phase_timeout", "20"])
     assert run.code != 0 and "phase generation has not finished after 20 s (--phase_timeout 20)" in run.output

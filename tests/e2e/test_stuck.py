@@ -62,6 +62,7 @@ def test_a_reward_timeout_names_the_function(inputs: tuple[Path, Path, Path], fu
     assert not list(done.folder.glob("stuck-*.txt"))  # an error like any other
 
 
+@pytest.mark.nightly
 def test_the_watchdog_reports_a_stuck_reward_function(inputs: tuple[Path, Path, Path]) -> None:
     done = run(inputs, "phase", ["--reward_funcs", "sleeps", "--phase_timeout", "15"])
     ranks = sections(done)

@@ -69,6 +69,7 @@ def test_videos_are_seen_alike_and_a_lost_one_is_detected(
     assert reports["image_of_zeros, step 1"].startswith("EngineHasOtherWeights, generated 0 times")
 
 
+@pytest.mark.nightly
 def test_the_sound_of_videos_is_heard_alike_and_a_lost_one_is_detected(folder: Path) -> None:
     """Its parts stand between the frames of a video, and reach beyond the second ones in every other video."""
     model = make_model(folder / "hearing", "qwen3_omni_moe")
