@@ -21,7 +21,7 @@ lora)    # an adapter
     template=dense_colocate_lora.sh
     flags+=(--lora_rank 16 --lora_alpha 32 --lr 2e-4 --beta 0)
     ;;
-boxed) # an answer in a format, scored by ms-swift's `accuracy`, which must not see more than a number
+boxed) # an answer in a format, scored by ms-swift's `accuracy`, which sees only a number
     task[1]='{"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}'
     task[2]='Write the answer as \boxed{number}. For example: \boxed{12}'
     flags=(--reward_funcs boxed_number --external_plugins "$here/plugins/boxed_number.py")

@@ -1,4 +1,4 @@
-"""The limit on files that a process may have open, of which every connection is one."""
+"""The limit on open files of a process. Every connection counts as one."""
 
 import resource
 

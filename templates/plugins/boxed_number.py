@@ -1,7 +1,7 @@
 r"""ms-swift's reward `accuracy` for answers that are numbers, with a small reward for the format.
 
-`accuracy` calculates what is in the box: \boxed{7 + 4 - 6} is right where 5 is. A policy with this reward alone
-learns to copy the question into the box. Here it gets the number alone to see.
+`accuracy` evaluates what is in the box: where 5 is right, so is \boxed{7 + 4 - 6}, and a policy can copy the question
+into the box. Here `accuracy` sees only a number.
 """
 
 import re

@@ -70,9 +70,9 @@ RECIPES = {
             "boxed",
             "An answer in a format",
             "sums and differences of two or three digits, with the answer in `\\boxed{}`",
-            "The model learns the format and then the sum. ms-swift's reward `accuracy` alone would not do: it "
-            "calculates what is in the box, and the model learns to copy `7 + 4 - 6` into it, 100% right. "
-            "[boxed_number.py](../../templates/plugins/boxed_number.py) shows it nothing but a number.",
+            "The model has to learn the format and the sum. ms-swift's reward `accuracy` alone also accepts the "
+            "question, `7 + 4 - 6`, in the box, because it evaluates it. "
+            "[boxed_number.py](../../templates/plugins/boxed_number.py) shows it only a number.",
             "--reward_funcs boxed_number --external_plugins templates/plugins/boxed_number.py",
             reward="boxed_number",
         ),
