@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
+import torch
+
 from swift_megatron_grpo.generation.interface import GenerationEngine
 from swift_megatron_grpo.loop.checks.canary import Canary
 from swift_megatron_grpo.loop.step_context import PhaseTimer
@@ -55,9 +57,8 @@ class WeightSync:
         self.canary = canary
         self._coordinator = coordinator
         self._log = log
-        self._bound = (
-            verify.BOUNDS[config.torch_dtype] if config.rollout_quantization == "none" else verify.QUANTIZED_BOUND
-        )
+        quantized = config.rollout_quantization != "none"
+        self._bound = verify.bound_of(config.torch_dtype, quantized, torch.cuda.is_available())
         # an adapter's tensors are scaled and fused
         self._reads_back = config.sync_check != "off" and export.adapter is None
         self._specs: dict[str, verify.TensorSpec] | None = None  # of the last sync that passed

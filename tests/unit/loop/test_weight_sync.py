@@ -22,11 +22,11 @@ from swift_megatron_grpo.weights.transport import checksums
 from swift_megatron_grpo.weights.transport.checksums import Checksums, checksum, to_integers
 from swift_megatron_grpo.weights.transport.held_weights import TensorSlice
 from swift_megatron_grpo.weights.verify import (
-    BOUNDS,
     Bound,
     Difference,
     Problem,
     TensorSpec,
+    bound_of,
     changed_specs,
     describe,
 )
@@ -202,7 +202,15 @@ def test_bounds_apply_to_mean_maximum_and_jumps() -> None:
     assert bound.exceeded(Difference(0.009, 0.9), 0.0001) is None  # a larger jump, but below the floor
     assert bound.exceeded(Difference.of([0.0, math.nan], [0.0, 0.0]), None)
     assert bound.exceeded(Difference.of([], []), None) and bound.exceeded(Difference.of([1.0], [1.0, 2.0]), None)
-    assert set(BOUNDS) == {torch.float32, torch.bfloat16, torch.float16}
+
+
+def test_bounds_follow_the_precision_in_which_both_sides_compute() -> None:
+    cases = [(torch.float32, False, False), (torch.float32, False, True), (torch.bfloat16, False, True),
+             (torch.bfloat16, True, True)]  # fmt: skip
+    means, most, floors = zip(*((bound.mean, bound.max, bound.floor) for bound in (bound_of(*each) for each in cases)))
+    assert all(list(values) == sorted(set(values)) for values in (means, most, floors))  # each rounds more coarsely
+    assert bound_of(torch.float32, False, on_gpu=True).exceeded(Difference(0.0021, 0.016), None) is None  # an H200's
+    assert bound_of(torch.float16, False, True) == bound_of(torch.bfloat16, False, False)
 
 
 # ---- the first rollout
