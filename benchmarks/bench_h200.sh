@@ -224,7 +224,7 @@ step_30b_ep2() {
 # without flash-attn
 step_omni() {
     bench step "$1" "$2" --random-weights --lengths constant:256 --prompts constant:48 --completions 64 --rounds 1 \
-        --ours tokens8192 --ours-flags "--attention_backend flash" --timeout 420 "${@:3}" \
+        --ours tokens8192 --ours-flags "--attention_backend flash" --timeout 600 "${@:3}" \
         --flags "$graphs '{$dummy,$cache,$decoding}' --sleep_level 2 --offload_model true ${moe[*]} ${lora[*]}"
 }
 

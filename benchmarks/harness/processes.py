@@ -277,8 +277,8 @@ def _reason(log: str) -> str:
 
 def _collect(plan: Plan, setting: Setting, folder: Path, status: str) -> Process:
     ranks = []
-    if status == "ok" or (status.startswith(NOT_FINISHED) and _has_all_steps(folder, plan)):
-        status, ranks = "ok", read_ranks(folder, plan.ranks)  # a profile or the end of the run may take too long
+    if status == "ok" or (status.startswith(NOT_FINISHED) and _has_steps(folder, plan)):
+        status, ranks = "ok", read_ranks(folder, plan.ranks)  # the steps that it has made
         _check_tokens(plan, setting, ranks)
     return Process(setting.arm, setting.name, status, merge_ranks(ranks, plan.warm_up), list(setting.flags))
 
@@ -287,9 +287,10 @@ def read_ranks(folder: Path, ranks: int) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in _rank_files(folder, ranks)]
 
 
-def _has_all_steps(folder: Path, plan: Plan) -> bool:
+def _has_steps(folder: Path, plan: Plan) -> bool:
+    """Return True if all ranks have made a step behind the warm-up."""
     return all(file.exists() for file in _rank_files(folder, plan.ranks)) and all(
-        len(rank["steps"]) == plan.steps for rank in read_ranks(folder, plan.ranks)
+        len(rank["steps"]) > plan.warm_up for rank in read_ranks(folder, plan.ranks)
     )
 
 

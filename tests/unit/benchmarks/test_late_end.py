@@ -1,4 +1,4 @@
-"""A process that is ended at its limit keeps its figures if all of its steps were measured."""
+"""A process that is ended at its limit keeps the steps that it has made."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ def ended_at_its_limit(folder: Path, log: str = "") -> str:
     return processes._wait(subprocess.Popen(["sleep", "60"], start_new_session=True), 0.1, folder)
 
 
-@pytest.mark.parametrize(("steps_of_ranks", "is_measured"), [([3, 3], True), ([3, 2], False), ([3], False)])
-def test_a_process_that_is_ended_after_its_steps_is_measured(
-    tmp_path: Path, steps_of_ranks: list[int], is_measured: bool
+@pytest.mark.parametrize(("steps_of_ranks", "measured"), [([3, 3], 2), ([3, 2], 1), ([3, 1], 0), ([3], 0)])
+def test_a_process_that_is_ended_after_its_warm_up_is_measured(
+    tmp_path: Path, steps_of_ranks: list[int], measured: int
 ) -> None:
     plan = plan_of_two_ranks(tmp_path)
     write(plan, steps_of_ranks)
     status = ended_at_its_limit(tmp_path)
     assert status == f"{NOT_FINISHED} 0.1 s"
     process = processes._collect(plan, SETTING, tmp_path, status)
-    assert (process.status, len(process.steps)) == (("ok", 2) if is_measured else (status, 0))
+    assert (process.status, len(process.steps)) == ("ok" if measured else status, measured)
 
 
 def test_a_process_that_has_failed_or_lowered_its_budget_is_not_measured(tmp_path: Path) -> None:
