@@ -183,8 +183,8 @@ class Bound:
 
 _16_BITS = Bound(mean=0.25, max=5.0, jump=8.0, floor=2e-3)
 _32_BITS = Bound(mean=1e-3, max=2e-2, jump=8.0, floor=1e-5)
-# TF32, in which Transformer Engine multiplies fp32, rounds 8 times as finely as bf16. SmolLM2-135M shows a mean of 0.002
-# and 0.02 at most on an H200.
+# TF32, in which Transformer Engine multiplies fp32, rounds 8 times as finely as bf16. SmolLM2-135M shows a mean of
+# 0.002 and 0.02 at most on an H200.
 _TF32 = Bound(mean=0.03, max=0.6, jump=8.0, floor=2.5e-4)
 # e4m3 rounds 16 times as coarsely as bf16. A Qwen3 of 8B with random weights shows means of 0.46 and 0.05 on an H100.
 _8_BITS = Bound(mean=1.0, max=10.0, jump=8.0, floor=5e-3)

@@ -51,12 +51,19 @@ class Texts:
 class Forced:
     """Stands in for the sampling of seeded rows: the seed is the request's place, and its text says the token."""
 
-    def __init__(self) -> None:
-        from swift_megatron_grpo.generation.vllm import position_noise
-
-        self._stock = position_noise.noisy_argmax
+    def __init__(self, second_runner: bool) -> None:
         self._tokens = torch.empty(0)
-        vars(position_noise)["noisy_argmax"] = self.sample
+        if second_runner:
+            from vllm.v1.worker.gpu.sample import gumbel, sampler
+
+            self._stock = gumbel.gumbel_sample
+            for module in (gumbel, sampler):  # rows of drafts, and others
+                vars(module)["gumbel_sample"] = self.sample_on_device
+        else:
+            from swift_megatron_grpo.generation.vllm import position_noise
+
+            self._stock = position_noise.noisy_argmax
+            vars(position_noise)["noisy_argmax"] = self.sample
 
     def begin(self, work: Work) -> None:
         texts = [[*one.prompt, *one.tokens] for one in work.completions]
@@ -69,6 +76,14 @@ class Forced:
         sampled = self._stock(logits, seeds, positions)
         places = torch.from_numpy(np.stack([seeds, positions])).to(sampled.device, non_blocking=True)
         return self._tokens[places[0], places[1]].to(sampled.dtype)
+
+    def sample_on_device(
+        self, logits: torch.Tensor, slots: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor,
+        positions: torch.Tensor, **options: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """Stand in for the second model runner's function, whose positions are those of the tokens before."""
+        sampled = self._stock(logits, slots, temperature, seeds, positions, **options)
+        return self._tokens[seeds[slots], positions + 1].to(sampled.dtype)
 
 
 class Watch:
@@ -129,12 +144,7 @@ def generate(engine: Any, work: Work, forced: Forced | None) -> dict[str, Any]:
 def main() -> None:
     model, job, texts = sys.argv[1], GenerationJob(**json.loads(sys.argv[2])), Texts.from_json(sys.argv[3])
     engine = colocated_engine(model, job)
-    from swift_megatron_grpo.generation.vllm.drafts import GroupDrafts
-
-    if job.drafts and not isinstance(engine.drafts, GroupDrafts):
-        raise SystemExit("drafts: vLLM's second model runner drafts here, whose samples cannot be replaced; use a vLLM "
-                         "before 0.32 on a GPU")  # fmt: skip
-    forced = Forced() if job.drafts else None
+    forced = Forced(second_runner=torch.cuda.is_available()) if job.drafts else None
     print("READY", flush=True)
     for line in sys.stdin:
         print("ROUND " + json.dumps(generate(engine, texts.of_round(int(line)), forced)), flush=True)

@@ -18,6 +18,7 @@ from .runs import MODES, TASKS, Run, first_difference, name_of
 FOLDER, PAGE = "benchmarks/h200/parts", Path("docs/speculation.md")
 BY = "by benchmarks/drafts.py report"
 TRAINED = (f"<!-- training with drafts, {BY} -->\n", "<!-- end of training with drafts -->\n")
+FIRST = (f"<!-- vLLM's first model runner, {BY} -->\n", "<!-- end of vLLM's first model runner -->\n")
 TIMED = (f"<!-- generation with drafts, {BY} -->\n", "<!-- end of generation with drafts -->\n")
 NOT_RUN = "not run yet"
 PAIRS = [*((task, "bfloat16") for task in TASKS), ("sums", "float32")]  # that the page compares
@@ -38,14 +39,16 @@ def tables(repository: Path) -> list[tuple[tuple[str, str], str]]:
     """Return the lines around each table, and the table."""
     folder = repository / FOLDER
     runs = {pair: modes_of(folder, *pair) for pair in PAIRS}
+    curves = [curve(pair, modes) for pair, modes in runs.items() if {"off", "history"} <= modes.keys()]
+    first = {(task, "bfloat16"): modes_of(folder / "first-runner", task, "bfloat16") for task in TASKS}
     timed = {pair: read(folder / f"drafts-{pair[0]}-{pair[1]}.json") for pair in GENERATED}
-    return [(TRAINED, training(runs)), (TIMED, generation(timed))]
+    return [(TRAINED, "\n".join([training(runs), *curves])), (FIRST, training(first)), (TIMED, generation(timed))]
 
 
 def modes_of(folder: Path, task: str, dtype: str) -> Modes:
-    """Return the runs that have ended."""
+    """Return the runs that have ended, or were ended at their limit."""
     found = {mode: read(folder / f"drafts-{name_of(task, dtype, mode)}.json") for mode in MODES}
-    return {mode: run for mode, run in found.items() if run and run["exit_code"] == 0}
+    return {mode: run for mode, run in found.items() if run and run["exit_code"] in (0, None) and run["reward"]}
 
 
 def read(file: Path) -> Run:
@@ -69,8 +72,7 @@ def training(runs: dict[tuple[str, str], Modes]) -> str:
         "generation without, with": both(lambda modes: seconds(modes, lambda run: run["generation"])),
         "step without, with": both(lambda modes: seconds(modes, seconds_of_steps)),
     }
-    curves = [curve(pair, modes) for pair, modes in runs.items() if {"off", "history"} <= modes.keys()]
-    return "\n".join([table(columns, PAIRS), *curves])
+    return table(columns, list(runs))
 
 
 def differs(modes: Modes, mode: str, series: str = "digests") -> str:
@@ -89,7 +91,9 @@ def apart(modes: Modes, mode: str) -> str:
     """Return how far the mean rewards of equal windows are apart at most."""
     if not {"off", mode} <= modes.keys():
         return NOT_RUN
-    pairs = zip(windows(modes["off"]["reward"]), windows(modes[mode]["reward"]), strict=False)
+    rewards = [modes[name]["reward"] for name in ("off", mode)]
+    steps = min(map(len, rewards))
+    pairs = zip(*(windows(values[:steps]) for values in rewards), strict=True)
     return f"{max(abs(one - two) for one, two in pairs):.3f}"
 
 
@@ -98,7 +102,8 @@ def accepted(run: Run) -> str:
 
 
 def seconds(modes: Modes, of: Callable[[Run], Sequence[float]]) -> str:
-    without, drafted = (median(of(modes[mode])) for mode in ("off", "history"))
+    series = [of(modes[mode]) for mode in ("off", "history")]
+    without, drafted = (median(values[: min(map(len, series))]) for values in series)  # of steps that both have
     return f"{without:.3f} s, {drafted:.3f} s (**{without / drafted:.2f}**)"
 
 
@@ -112,9 +117,9 @@ def curve(pair: tuple[str, str], modes: Modes) -> str:
     """Return what a pair of runs did, by windows of steps."""
     off, drafted = modes["off"], modes["history"]
     precision = {"bfloat16": "bf16", "float32": "fp32"}[pair[1]]
-    ends = range(WINDOW, len(off["reward"]) + WINDOW, WINDOW)
+    steps = min(len(run["reward"]) for run in (off, drafted))
     columns = {
-        "to step": [str(min(end, len(off["reward"]))) for end in ends],
+        "to step": [str(min(end, steps)) for end in range(WINDOW, steps + WINDOW, WINDOW)],
         "reward without": [f"{value:.3f}" for value in windows(off["reward"])],
         "with drafts": [f"{value:.3f}" for value in windows(drafted["reward"])],
         "tokens": [f"{value:.0f}" for value in windows(off["length"])],
@@ -123,7 +128,7 @@ def curve(pair: tuple[str, str], modes: Modes) -> str:
         "generation without": [f"{value:.3f} s" for value in windows(off["generation"])],
         "generation with": [f"{value:.3f} s" for value in windows(drafted["generation"])],
     }
-    rows = zip(*columns.values(), strict=True)
+    rows = zip(*columns.values(), strict=False)  # a run that was ended has fewer
     return f"{TASKS[pair[0]].says.capitalize()}, {precision}, means of {WINDOW} steps:\n\n" \
            f"{lines_of([list(columns), *rows])}\n"  # fmt: skip
 

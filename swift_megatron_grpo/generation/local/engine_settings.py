@@ -14,7 +14,7 @@ from vllm import __version__ as vllm_version
 from vllm.engine.arg_utils import EngineArgs
 
 from swift_megatron_grpo.generation.vllm.images import knows_times_of_frames
-from swift_megatron_grpo.generation.vllm.second_runner import draft_settings
+from swift_megatron_grpo.generation.vllm.second_runner import draft_settings, refusal_of_history
 from swift_megatron_grpo.settings.config import VllmConfig
 from swift_megatron_grpo.weights.export.prediction_layers import is_prediction
 from swift_megatron_grpo.weights.load import quantization
@@ -76,6 +76,9 @@ def check_engine_settings(config: VllmConfig) -> None:
 
 def _problem(config: VllmConfig) -> str | None:
     """Return vLLM's reason to refuse these settings in one line; None: it accepts them."""
+    on_gpu = torch.cuda.is_available()
+    if config.drafts and not config.predicts_drafts and (reason := refusal_of_history(vllm_version, on_gpu)):
+        return reason
     with _without_traces():
         try:
             engine = EngineArgs(  # as ms-swift's engine builds them: it leaves out what is None, too
@@ -93,7 +96,7 @@ def _problem(config: VllmConfig) -> str | None:
         except (ValueError, TypeError, AssertionError, NotImplementedError) as error:
             return " ".join(str(error).split()) or type(error).__name__
     if config.predicts_drafts:
-        return refusal_of_predictions(vllm_version, torch.cuda.is_available(), engine.use_v2_model_runner)
+        return refusal_of_predictions(vllm_version, on_gpu, engine.use_v2_model_runner)
     return None
 
 

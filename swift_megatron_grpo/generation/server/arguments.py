@@ -25,7 +25,7 @@ from swift_megatron_grpo.generation.vllm.engine_kwargs import (
     passed_on,
 )
 from swift_megatron_grpo.generation.vllm.model_packages import fault_of_packages
-from swift_megatron_grpo.generation.vllm.second_runner import draft_settings
+from swift_megatron_grpo.generation.vllm.second_runner import draft_settings, refusal_of_history
 from swift_megatron_grpo.types import Quantization
 from swift_megatron_grpo.weights.load.quantization import check_quantization, engine_settings, refusal_of_device
 
@@ -179,6 +179,10 @@ class GRPORolloutArguments(RolloutArguments):
                 f"{this}: vLLM reports what drafts did for the first of several replicas; start a `swift rollout` for "
                 "each, with --vllm_data_parallel_size 1"
             )
+        from vllm import __version__ as vllm_version  # takes seconds, and is read with drafts alone
+
+        if problem := refusal_of_history(vllm_version, torch.cuda.is_available()):
+            raise ValueError(f"{this}: {problem}; use --speculative_rollouts off")
 
     @property
     def drafts(self) -> int:

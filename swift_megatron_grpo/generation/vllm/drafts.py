@@ -1,4 +1,4 @@
-"""Drafts for the requests that run in vLLM's first model runner, from texts that share a prompt.
+"""Drafts for the requests that run in vLLM's first model runner, on a CPU, from texts that share a prompt.
 
 A draft is what came before after the last tokens of a request: in its prompt, in its group's completions so far, or in
 completions of earlier rollouts. vLLM loads `GroupDrafts` by its name, as the `custom_class` of a speculative
@@ -93,11 +93,7 @@ class _Followed:
 class GroupDrafts:
     """Proposes drafts in the worker of an engine. `follow` comes before the first request."""
 
-    def __init__(
-        self, vllm_config: Any, indexed_tokens: int = INDEXED_TOKENS, keeps_behind_stops: bool | None = None
-    ) -> None:
-        """`keeps_behind_stops`: vLLM keeps tokens behind a stop word that it finds in a text; None: as installed."""
-        self._keeps_behind_stops = _vllm_keeps_behind_stops() if keeps_behind_stops is None else keeps_behind_stops
+    def __init__(self, vllm_config: Any, indexed_tokens: int = INDEXED_TOKENS) -> None:
         self._most: int = vllm_config.speculative_config.num_speculative_tokens
         self._longest: int = vllm_config.model_config.max_model_len
         self._runner: Any = None
@@ -207,23 +203,12 @@ class GroupDrafts:
             self._room -= tokens
 
     def _draft(self, request: _Followed, depth: int) -> list[int]:
-        """Return up to `depth` tokens, as many as the request has room for behind the token of their step.
-
-        None if vLLM looks for a stop word in its text and keeps accepted drafts behind that word.
-        """
+        """Return up to `depth` tokens, as many as the request has room for behind the token of their step."""
         state, size = request.state, len(request.text)
-        if state.sampling_params.stop and self._keeps_behind_stops:
-            return []
         generated = size - len(state.prompt_token_ids)
         room = min(self._longest - size, state.sampling_params.max_tokens - generated) - 1
         most = min(depth, room)
         return list(request.prompt.texts.draft(request.text, most)) if most > 0 else []
-
-
-def _vllm_keeps_behind_stops() -> bool:
-    from vllm.v1.engine.output_processor import OutputProcessor  # not at the top: the loop reads constants of this file
-
-    return not hasattr(OutputProcessor, "_trim_surplus_tokens")
 
 
 def _up_to_stop(tokens: Sequence[int], stops: Container[int]) -> int:

@@ -32,7 +32,7 @@ def find_with_operators(name: str, path: Any) -> ModuleSpec | None:
 
 
 def declare_missing_operators(extension: Any) -> None:
-    if extension._has_ops():
+    if _kept or extension._has_ops():  # it may be looked for more than once
         return
     import torch
 

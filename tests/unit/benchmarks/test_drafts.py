@@ -147,7 +147,7 @@ def test_a_pair_shows_where_tokens_differ_and_what_drafts_gain(parts: Path, tmp_
     for mode, last in (("off", "b"), ("history", "c")):
         run = result("bfloat16", mode, ["a"] * 49 + [last])
         (parts / f"drafts-sums-bfloat16-{mode}.json").write_text(json.dumps(run))
-    (_, trained), (_, timed) = page.tables(tmp_path)
+    (_, trained), _, (_, timed) = page.tables(tmp_path)
     lines = trained.splitlines()
     assert lines[2] == (
         "| sums, the number alone | bf16 | in step 50 of 50 | in none of 50 steps | not run yet | 0.000 | not run yet "
@@ -158,6 +158,20 @@ def test_a_pair_shows_where_tokens_differ_and_what_drafts_gain(parts: Path, tmp_
     again = result("bfloat16", "again", ["a"] * 49 + ["b"])
     (parts / "drafts-sums-bfloat16-again.json").write_text(json.dumps(again))
     assert "| in none of 50 steps | in none of 50 steps |" in page.tables(tmp_path)[0][1]
+
+
+def test_a_run_that_was_ended_is_compared_over_the_steps_that_it_has(parts: Path, tmp_path: Path) -> None:
+    for mode, steps in (("off", 50), ("history", 30)):
+        whole = result("bfloat16", mode, ["a"] * 50)
+        run = {name: value[:steps] if isinstance(value, list) else value for name, value in whole.items()}
+        if mode == "history":
+            run |= {"exit_code": None, "reward": [0.5] * 25 + [0.3] * 5, "generation": [0.2] * 29 + [9.0]}
+        (parts / f"drafts-sums-bfloat16-{mode}.json").write_text(json.dumps(run))
+    lines = page.tables(tmp_path)[0][1].splitlines()
+    assert "| in none of 30 steps | in none of 30 steps | not run yet | 0.200 |" in lines[2]
+    assert [line.split(" | ")[0] for line in lines[-2:]] == ["| 25", "| 30"]
+    (parts / "drafts-sums-bfloat16-history.json").write_text(json.dumps(run | {"exit_code": 1}))
+    assert "in none of" not in page.tables(tmp_path)[0][1]
 
 
 def test_late_acceptance_is_the_mean_over_tasks(parts: Path) -> None:
@@ -174,7 +188,7 @@ def test_generation_is_compared_in_whole_and_by_running_requests(parts: Path, tm
 
     rounds = {"off": [round_(6.0, 5.0), round_(7.0, 5.0)], "history": [round_(4.0, 4.0), round_(5.0, 4.0)]}
     (parts / "drafts-8b-64.json").write_text(json.dumps({"rounds": rounds}))
-    lines = page.tables(tmp_path)[1][1].splitlines()
+    lines = page.tables(tmp_path)[2][1].splitlines()
     assert lines[2] == "| 8B | 64 | 0.50 | 6.50 s | 4.50 s | **1.44** | 1.25 | 1.00 |"
 
 

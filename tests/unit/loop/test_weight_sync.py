@@ -207,7 +207,8 @@ def test_bounds_apply_to_mean_maximum_and_jumps() -> None:
 def test_bounds_follow_the_precision_in_which_both_sides_compute() -> None:
     cases = [(torch.float32, False, False), (torch.float32, False, True), (torch.bfloat16, False, True),
              (torch.bfloat16, True, True)]  # fmt: skip
-    means, most, floors = zip(*((bound.mean, bound.max, bound.floor) for bound in (bound_of(*each) for each in cases)))
+    bounds = [bound_of(*case) for case in cases]
+    means, most, floors = zip(*((bound.mean, bound.max, bound.floor) for bound in bounds), strict=True)
     assert all(list(values) == sorted(set(values)) for values in (means, most, floors))  # each rounds more coarsely
     assert bound_of(torch.float32, False, on_gpu=True).exceeded(Difference(0.0021, 0.016), None) is None  # an H200's
     assert bound_of(torch.float16, False, True) == bound_of(torch.bfloat16, False, False)

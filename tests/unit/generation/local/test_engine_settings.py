@@ -76,6 +76,21 @@ def test_versions_that_lose_states_behind_drafts_are_refused_by_name() -> None:
     assert refusal_of_predictions("0.32.0", True, True) is refusal_of_predictions("0.33.0+cpu", False, False) is None
 
 
+def test_drafts_from_texts_are_refused_where_only_the_slow_runner_has_them(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from swift_megatron_grpo.generation.local import engine_settings
+    from swift_megatron_grpo.generation.vllm.second_runner import refusal_of_history
+
+    assert "first model runner alone" in (refusal_of_history("0.25.1", True) or "")
+    assert refusal_of_history("0.32.0", True) is refusal_of_history("0.25.1", False) is None
+    monkeypatch.setattr(engine_settings, "refusal_of_history", lambda *_: refusal_of_history("0.25.1", True))
+    message = refuse(config, drafts=4)
+    assert message.startswith("--speculative_rollouts history: this vLLM refuses it") and message.endswith(
+        "rollouts off"
+    )
+
+
 def test_quantization_that_the_device_cannot_run_is_refused(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

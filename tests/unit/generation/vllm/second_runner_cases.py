@@ -122,6 +122,19 @@ class Engine:
             proposed.update({number: drafts[row, :2].tolist() for row, number in enumerate(running)})
 
 
+def check_given_texts() -> None:
+    """Sample given texts with drafts, as benchmarks/drafts.py does: a seed is the place of a text."""
+    from benchmarks.harness.drafts.engine import Forced
+    from benchmarks.harness.drafts.texts import Completion, Work
+
+    texts = [[(5 * place + at * at) % VOCABULARY for at in range(LENGTH)] for place in range(len(PROMPTS))]
+    given = [Completion(prompt, text) for prompt, text in zip(PROMPTS, texts, strict=True)]
+    Forced(second_runner=True).begin(Work(given, []))
+    drafted = Engine(drafts=True)
+    assert drafted.generate(list(range(len(PROMPTS)))) == texts
+    assert drafted.steps < LENGTH * len(PROMPTS)  # squares repeat themselves
+
+
 def main() -> None:
     use_interpreter()
     device_drafts.SOURCES = 6  # the interpreter takes milliseconds for each
@@ -140,6 +153,7 @@ def main() -> None:
     assert drafted.generate(seeds) == expected  # its own completions are remembered: nearly all is guessed
     second = drafted.steps - first
     assert second < first, (first, second)
+    check_given_texts()
     print(f"{plain.steps} steps of requests without drafts, {first} with drafts, and {second} when they are remembered")
 
 

@@ -22,13 +22,7 @@ LONGEST, STOP = 100, 99
 class Step:
     """The state of vLLM's first model runner that drafts read: the requests of a step, and their tokens."""
 
-    def __init__(
-        self,
-        most: int = 4,
-        indexed_tokens: int = INDEXED_TOKENS,
-        on_server: bool = False,
-        keeps_behind_stops: bool = False,
-    ) -> None:
+    def __init__(self, most: int = 4, indexed_tokens: int = INDEXED_TOKENS, on_server: bool = False) -> None:
         self.requests: dict[str, Any] = {}
         self.drafts = GroupDrafts(
             SimpleNamespace(
@@ -36,7 +30,6 @@ class Step:
                 model_config=SimpleNamespace(max_model_len=LONGEST),
             ),
             indexed_tokens,
-            keeps_behind_stops,
         )
         self.drafts.follow(self, remembers=on_server)
 
@@ -45,7 +38,7 @@ class Step:
         return SimpleNamespace(req_ids=list(self.requests))
 
     def start(self, name: str, prompt: list[int], most: int = 50, seed: int | None = 1, **settings: Any) -> None:
-        usual = {"min_p": 0.0, "structured_outputs": None, "stop": [], "all_stop_token_ids": {STOP}}
+        usual = {"min_p": 0.0, "structured_outputs": None, "all_stop_token_ids": {STOP}}
         params = SimpleNamespace(seed=seed, max_tokens=most, **{**usual, **settings})
         self.requests[name] = SimpleNamespace(prompt_token_ids=prompt, output_token_ids=[], sampling_params=params)
 
@@ -89,15 +82,6 @@ def test_a_request_without_a_seed_or_without_a_token_is_not_drafted_for() -> Non
     step.start("greedy score", [1, 2, 1, 2], seed=None)
     step.start("in its prompt", [1, 2, 1, 2])
     assert step.sample(**{"greedy score": [1]}) == {"greedy score": [], "in its prompt": []}
-
-
-@pytest.mark.parametrize(("keeps", "searched"), [(True, []), (False, [2, 1])])
-def test_no_draft_is_kept_behind_a_stop_word_in_a_text(keeps: bool, searched: list[int]) -> None:
-    step = Step(keeps_behind_stops=keeps)
-    step.start("searched", [1, 2, 1, 2], stop=["Observation:"])
-    step.start("other", [1, 2, 1, 2])
-    assert step.sample(searched=[1], other=[1]) == {"searched": searched, "other": [2, 1]}
-    assert step.drafts.take_counts() == DraftCounts(steps=2, drafted=2 + len(searched))
 
 
 @pytest.mark.parametrize("settings", [{"min_p": 0.1}, {"structured_outputs": "a regex"}])
