@@ -14,6 +14,7 @@ from tests.support.runs import SIZE_FOR_GPUS, make_dataset, make_model, megatron
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 ROLLOUTS = 3
+SECOND_RUNNER_DRAFTS = find_spec("vllm.v1.worker.gpu.spec_decode.ngram") is not None  # as from vLLM 0.32 on
 
 
 @pytest.mark.parametrize(("dtype", "eager"), [("float32", "true"), ("bfloat16", "false")])
@@ -22,8 +23,13 @@ def test_a_run_with_drafts_generates_what_one_without_does(tmp_path: Path, dtype
     model = make_model(tmp_path / "model", "dense", SIZE_FOR_GPUS)
     dataset = make_dataset(tmp_path / "data.jsonl", rows=4)
     flags = ["--torch_dtype", dtype, "--fp16", "false", "--vllm_enforce_eager", eager]
+    drafts = [*flags, "--speculative_rollouts", "history"]
+    if not SECOND_RUNNER_DRAFTS:
+        run = megatron_rlhf(model, dataset, tmp_path / "refused", 1, [*drafts, "--seed_completions", "true"])
+        assert run.code != 0 and "in its first model runner alone" in run.output
+        return
     plain, _ = trained(tmp_path / "plain", model, dataset, flags)
-    drafted, log = trained(tmp_path / "drafted", model, dataset, [*flags, "--speculative_rollouts", "history"])
+    drafted, log = trained(tmp_path / "drafted", model, dataset, drafts)
     assert all(line["drafts/accepted"] > 0 for line in log)
     equal = [found == expected for (expected, _), (found, _) in zip(plain, drafted, strict=True)]
     bound, share = (1e-4, 0.95) if dtype == "float32" else (0.1, 0.5)
@@ -42,7 +48,7 @@ def test_predicted_drafts_change_no_completion_or_are_refused(tmp_path: Path) ->
              "--vllm_enable_prefix_caching", "false", "--top_p", "1", "--top_k", "-1",
              "--vit_attn_impl", "sdpa"]  # fmt: skip
     drafts = [*flags, "--speculative_rollouts", "mtp", "--speculative_tokens", "2"]
-    if find_spec("vllm.v1.worker.gpu.spec_decode.ngram") is None:
+    if not SECOND_RUNNER_DRAFTS:
         run = megatron_rlhf(model, dataset, tmp_path / "refused", 1, [*drafts, "--seed_completions", "true"])
         assert run.code != 0 and "continues from the state before accepted drafts" in run.output
         return
