@@ -87,25 +87,28 @@ class DeviceDrafts:
 
     def propose(
         self,
-        batch: Any,
-        attention: Any,
-        slots: Any,
-        hidden: Any,
-        further_hidden: Any,
-        sampled: torch.Tensor,
-        rejected: Any,
-        last: torch.Tensor,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: Any,
+        aux_hidden_states: Any,
+        num_sampled: torch.Tensor,
+        num_rejected: Any,
+        last_sampled: torch.Tensor,
         *_: Any,
         num_speculative_tokens: int | None = None,
         dummy_run: bool = False,
         **__: Any,
     ) -> torch.Tensor:
-        """Return drafts [requests, most] of a step, which has sampled `sampled` [requests] tokens of each."""
-        drafts = self._drafts[: batch.num_reqs]
+        """Return drafts [requests, most] of a step, which has sampled `num_sampled` [requests] tokens of each.
+
+        The names are vLLM's, because its dummy runs pass every argument by name.
+        """
+        drafts = self._drafts[: input_batch.num_reqs]
         if dummy_run:
             return drafts
         depth = self._most if num_speculative_tokens is None else num_speculative_tokens
-        new = sampled[: batch.num_reqs]
+        new = num_sampled[: input_batch.num_reqs]
         steps = (new > 0).sum()
         self._counts += torch.stack([steps, steps * depth, new.sum()])
         if depth:
@@ -115,8 +118,8 @@ class DeviceDrafts:
             state, kept = self._state, self._kept
             running = Running(state.all_token_ids.gpu, state.total_len.gpu, state.prompt_len.gpu)
             ended = Kept(kept.tokens, kept.begins, kept.starts, kept.lengths)
-            propose(running, ended, self._sources, batch.idx_mapping, sampled, last,
-                    self._scores[: batch.num_reqs], drafts)  # fmt: skip
+            propose(running, ended, self._sources, input_batch.idx_mapping, num_sampled, last_sampled,
+                    self._scores[: input_batch.num_reqs], drafts)  # fmt: skip
         return drafts
 
     def _begin(self, req_id: str, prompt_len: int, all_token_ids: Sequence[int], **others: Any) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from pathlib import Path
 
 import pytest
 import torch
 
-from swift_megatron_grpo.generation.vllm.device_drafts import engine_settings
+from swift_megatron_grpo.generation.vllm.device_drafts import DeviceDrafts, engine_settings
 from swift_megatron_grpo.generation.vllm.drafts import ROWS
 from swift_megatron_grpo.generation.vllm.kept_texts import KeptTexts
 from swift_megatron_grpo.generation.vllm.verification import accepted_rows
@@ -36,6 +37,14 @@ def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
 def test_completions_are_those_without_drafts_in_fewer_steps() -> None:
     assert "steps of requests without drafts" in run("tests.unit.generation.vllm.second_runner_cases",
                                                      TRITON_INTERPRET="1")  # fmt: skip
+
+
+def test_vllm_may_pass_every_argument_by_its_name() -> None:
+    from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+    names = inspect.signature(BaseSpeculator.propose).parameters
+    bound = inspect.signature(DeviceDrafts.propose).bind(**{name: name for name in names})
+    assert {"input_batch", "num_sampled", "last_sampled", "dummy_run"} <= bound.arguments.keys()
 
 
 @pytest.mark.parametrize("most", [1, 4, 7])
