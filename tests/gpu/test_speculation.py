@@ -46,7 +46,9 @@ def test_predicted_drafts_change_no_completion_or_are_refused(tmp_path: Path) ->
     dataset = make_dataset(tmp_path / "data.jsonl", rows=4)
     flags = ["--torch_dtype", "float32", "--fp16", "false", "--vllm_enforce_eager", "true",
              "--vllm_enable_prefix_caching", "false", "--top_p", "1", "--top_k", "-1",
-             "--vit_attn_impl", "sdpa"]  # fmt: skip
+             "--vit_attn_impl", "sdpa",
+             # FlashInfer's prefill of delta nets, vLLM's default on Hopper, reads 16 bits and compiles for minutes.
+             "--vllm_engine_kwargs", '{"gdn_prefill_backend": "triton"}']  # fmt: skip
     drafts = [*flags, "--speculative_rollouts", "mtp", "--speculative_tokens", "2"]
     if not SECOND_RUNNER_DRAFTS:
         run = megatron_rlhf(model, dataset, tmp_path / "refused", 1, [*drafts, "--seed_completions", "true"])
