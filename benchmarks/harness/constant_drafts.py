@@ -28,8 +28,10 @@ class ConstantSpeculator:
 
     supports_mm_inputs = False
     draft_logits = None  # drafts are certain tokens, not samples
+    num_query_per_req = 1
+    num_extra_query_per_req = 0
 
-    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+    def __init__(self, vllm_config: Any, device: torch.device, *_: Any) -> None:
         depth = vllm_config.speculative_config.num_speculative_tokens
         requests = vllm_config.scheduler_config.max_num_seqs
         self.model = torch.nn.Identity()  # the runner prepares its communication
