@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -232,9 +232,10 @@ def _waiting(run: Run, waits: Mapping[str, Run]) -> str:
 def _completions(served: dict[str, Any]) -> str:
     blocks = []
     for pair in served["completions"]:
-        lines = [f"{message['role']}: {message['content']}" for message in pair["before"][:1]]
-        for name in ("before", "after"):
-            lines += [f"-- {name}"] + [f"{message['role']}: {message['content']}" for message in pair[name][1:]]
+        said = {name: [f"{turn['role']}: {turn['content']}" for turn in pair[name]] for name in ("before", "after")}
+        asked_both = zip(*(turns[:-1] for turns in said.values()), strict=False)
+        asked = [old for old, _ in takewhile(lambda both: both[0] == both[1], asked_both)]
+        lines = asked + [line for name, turns in said.items() for line in (f"-- {name}", *turns[len(asked) :])]
         blocks.append("```\n" + "\n".join(lines) + "\n```\n")
     return "\n".join(blocks)
 

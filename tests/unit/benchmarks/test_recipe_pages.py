@@ -59,6 +59,14 @@ def test_a_page_has_accuracies_costs_completions_and_how_to_serve() -> None:
     assert "[`full`](full.md)" in pages["index.md"] and "| `lora` |" in pages["index.md"]
 
 
+def test_turns_that_both_completions_share_are_shown_once() -> None:
+    turns = [{"role": role, "content": text} for role, text in (("user", "1 + 1 ="), ("assistant", "2"), ("user", "Q"))]
+    pair = {name: [*turns, {"role": "assistant", "content": name}] for name in ("before", "after")}
+    text = page.pages({"full": run_of(served=run_of()["served"] | {"completions": [pair]})}, [])["full.md"]
+    asked = "user: 1 + 1 =\nassistant: 2\nuser: Q\n"
+    assert f"{asked}-- before\nassistant: before\n-- after\nassistant: after\n" in text
+
+
 def test_a_merged_adapter_is_served_from_its_own_folder() -> None:
     assert "vllm serve runs/lora/output/checkpoint-40-merged\n" in page.pages({"lora": run_of("lora")}, [])["lora.md"]
 
