@@ -23,8 +23,8 @@ lora)    # an adapter
     ;;
 boxed) # an answer in a format, scored by ms-swift's `accuracy`, which sees only a number
     task[1]='{"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}'
-    task[2]='Write the answer as \boxed{number}. For example: \boxed{12}'
-    flags=(--reward_funcs boxed_number --external_plugins "$here/plugins/boxed_number.py")
+    task[2]="" task[3]='{metadata[expression]} = {answer}. The answer is \boxed{{{answer}}}.' # four examples come before
+    flags=(--reward_funcs boxed_number --external_plugins "$here/plugins/boxed_number.py" --max_length 512)
     ;;
 dynamic) # groups of equal rewards teach nothing; they are replaced
     flags+=(--dynamic_sample true --max_resample_times 3)

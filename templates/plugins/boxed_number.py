@@ -1,4 +1,4 @@
-r"""ms-swift's reward `accuracy` for answers that are numbers, with a small reward for the format.
+r"""ms-swift's reward `accuracy` for answers that are numbers.
 
 `accuracy` evaluates what is in the box: where 5 is right, so is \boxed{7 + 4 - 6}, and a policy can copy the question
 into the box. Here `accuracy` sees only a number.
@@ -9,8 +9,6 @@ from typing import Any
 
 from swift.rewards import ORM, orms
 
-FORMAT = 0.2  # for one box with a number, so that the format is learned before the answers are
-
 
 class BoxedNumber(ORM):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -18,8 +16,7 @@ class BoxedNumber(ORM):
 
     def __call__(self, completions: list[str], solution: list[str], **columns: Any) -> list[float]:
         answers = [boxed(text) for text in completions]
-        right = self._accuracy(answers, solution)
-        return [FORMAT + value if answer else 0.0 for answer, value in zip(answers, right, strict=True)]
+        return [float(value) for value in self._accuracy(answers, solution)]
 
 
 def boxed(text: str) -> str:

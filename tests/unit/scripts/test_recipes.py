@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,19 @@ def test_no_problem_is_both_trained_and_held_out(rows: dict[str, list[dict[str, 
     questions = [row["messages"][0]["content"] for part in rows.values() for row in part]
     assert len(set(questions)) == len(questions) > 4000 and len(rows["held_out"]) == -(-len(questions) // 16)
     assert all(question.endswith(" = Go.") for question in questions)
+
+
+def test_examples_are_neither_trained_nor_held_out(tmp_path: Path) -> None:
+    form = r"{metadata[expression]} = \boxed{{{answer}}}"
+    run_script(PLUGINS / "reasoning_task.py", tmp_path, "chain_sum", '{"max_terms": 2}', "", form, kind="upstream")
+    rows = [json.loads(line) for file in tmp_path.glob("*.jsonl") for line in file.read_text().splitlines()]
+    *examples, _ = rows[0]["messages"]
+    assert all(row["messages"][:-1] == examples for row in rows)
+    asked, answers = ([turn["content"] for turn in examples[first::2]] for first in (0, 1))
+    assert len(asked) == 4 and not {row["messages"][-1]["content"] for row in rows} & set(asked)
+    for question, answer in zip(asked, answers, strict=True):
+        expression, box = answer.split(" = ")
+        assert question.endswith(f" {expression} =") and box == rf"\boxed{{{eval(expression)}}}"
 
 
 def test_the_reward_is_the_score_of_the_task(rows: dict[str, list[dict[str, Any]]]) -> None:
@@ -83,7 +97,7 @@ def test_a_box_earns_nothing_unless_it_holds_a_number_alone() -> None:
 
     copied, good = r"\boxed{7 + 4 - 6}", (r"It is \boxed{5}.", r"\boxed{5.0}", r"\boxed{-5}", r"\boxed{12}")
     assert rewards("accuracy", copied) == [1]
-    assert rewards("boxed_number", *good) == [1.2, 1.2, 0.2, 0.2]
+    assert rewards("boxed_number", *good) == [1, 1, 0, 0]
     hacks = [copied, rf"{copied} \boxed{{4}}", rf"\boxed{{5}} {copied}", r"\boxed{5} \boxed{6}", r"\boxed{5 apples}",
              "5", "<answer>5</answer>", r"\boxed", r"\boxed{}", r"\boxed{5", r"\boxed{\boxed{5}}", ""]  # fmt: skip
     assert rewards("boxed_number", *hacks) == [0] * len(hacks)
