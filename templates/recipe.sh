@@ -12,6 +12,7 @@ shift 2
 
 sums='{"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2}'
 task=(chain_sum "$sums" "Answer with the number only.") # its name, its settings, what follows the question
+form="" # of the answers of examples, which come before each question
 template=dense_colocate_full.sh
 cpu_dtype=float32 # five times as fast as bfloat16 on a CPU without instructions for it
 flags=(--reward_funcs reasoning_task --external_plugins "$here/plugins/reasoning_task.py")
@@ -23,7 +24,7 @@ lora)    # an adapter
     ;;
 boxed) # an answer in a format, scored by ms-swift's `accuracy`, which sees only a number
     task[1]='{"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}'
-    task[2]="" task[3]='{metadata[expression]} = {answer}. The answer is \boxed{{{answer}}}.' # four examples come before
+    task[2]="" form='{metadata[expression]} = {answer}. The answer is \boxed{{{answer}}}.'
     flags=(--reward_funcs boxed_number --external_plugins "$here/plugins/boxed_number.py" --max_length 512)
     ;;
 dynamic) # groups of equal rewards teach nothing; they are replaced
@@ -57,7 +58,10 @@ if [ -z "${MODEL:-}" ]; then
     echo -n "You are a helpful AI assistant named SmolLM, trained by Hugging Face" > "$folder/system.txt"
     model=(--model_type llama --template chatml --system "$folder/system.txt")
 fi
-[ -e "$folder/train.jsonl" ] || python "$here/plugins/reasoning_task.py" "$folder" "${task[@]}"
+if [ ! -e "$folder/train.jsonl" ]; then
+    python "$here/plugins/reasoning_task.py" "$folder" "${task[@]}"
+    [ -z "$form" ] || python "$here/plugins/worked_examples.py" "$folder" "$form"
+fi
 newest() { compgen -G "$folder/teacher/output/checkpoint-*" | sort -V | tail -1; }
 if [ "$recipe" = teacher ]; then
     mkdir -p "$folder/teacher"

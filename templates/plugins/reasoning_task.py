@@ -4,9 +4,6 @@
 
 writes FOLDER/train.jsonl and, of other problems, FOLDER/held_out.jsonl for --val_dataset. `--reward_funcs
 reasoning_task` scores what is in <answer>, or the last number or word if the solution is one, or else the whole text.
-
-With a fifth argument, such as '{metadata[expression]} = {answer}', four problems that are neither trained nor held out
-come before each question, as turns of the conversation with answers of this form.
 """
 
 import json
@@ -18,8 +15,6 @@ from typing import Any
 from reasoning_gym import create_dataset, get_score_answer_fn
 from reasoning_gym.utils import extract_answer
 from swift.rewards import ORM, orms
-
-EXAMPLES = 4
 
 
 class ReasoningTask(ORM):
@@ -33,24 +28,13 @@ def score(text: str, problem: dict[str, Any]) -> float:
     return float(get_score_answer_fn(problem["metadata"]["source_dataset"])(answer, problem))
 
 
-def asked(problem: dict[str, Any], instruction: str) -> dict[str, str]:
-    return {"role": "user", "content": f"{problem['question']} {instruction}".strip()}
-
-
-def answered(problem: dict[str, Any], form: str) -> dict[str, str]:
-    return {"role": "assistant", "content": form.format(**problem)}
-
-
 orms["reasoning_task"] = ReasoningTask
 
 if __name__ == "__main__":
-    folder, task, settings, instruction, *form = sys.argv[1:]
+    folder, task, settings, instruction = sys.argv[1:]
     made = {row["question"]: row for row in create_dataset(task, size=8192, seed=0, **json.loads(settings))}
-    problems = list(made.values())
-    shown = problems[len(problems) // 8 :: len(problems) // 4][:EXAMPLES] if form else []
-    examples = [turn for row in shown for turn in (asked(row, instruction), answered(row, *form))]
-    rows = [{"messages": [*examples, asked(row, instruction)], "solution": row["answer"], "problem": json.dumps(row)}
-            for row in problems if row not in shown]  # fmt: skip
+    rows = [{"messages": [{"role": "user", "content": f"{question} {instruction}".strip()}], "solution": row["answer"],
+             "problem": json.dumps(row)} for question, row in made.items()]  # fmt: skip
     held_out, train = rows[::16], [row for place, row in enumerate(rows) if place % 16]  # easy problems come first
     for name, part in {"held_out": held_out, "train": train}.items():  # nearby seeds make the same problems
         Path(folder, f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))

@@ -47,7 +47,8 @@ def test_no_problem_is_both_trained_and_held_out(rows: dict[str, list[dict[str, 
 
 def test_examples_are_neither_trained_nor_held_out(tmp_path: Path) -> None:
     form = r"{metadata[expression]} = \boxed{{{answer}}}"
-    run_script(PLUGINS / "reasoning_task.py", tmp_path, "chain_sum", '{"max_terms": 2}', "", form, kind="upstream")
+    run_script(PLUGINS / "reasoning_task.py", tmp_path, "chain_sum", '{"max_terms": 2}', "", kind="upstream")
+    run_script(PLUGINS / "worked_examples.py", tmp_path, form)
     rows = [json.loads(line) for file in tmp_path.glob("*.jsonl") for line in file.read_text().splitlines()]
     *examples, _ = rows[0]["messages"]
     assert all(row["messages"][:-1] == examples for row in rows)
