@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,12 @@ def rows(path: Path, **columns: list[Any]) -> Path:
     return path
 
 
-def train(folder: Path, model: Path, dataset: Path, name: str, flags: list[str]) -> tuple[Finished, list[Any]]:
+def train(
+    folder: Path, model: Path, dataset: Path, name: str, flags: list[str], environment: Mapping[str, str] | None = None
+) -> tuple[Finished, list[Any]]:
     dumped = folder / f"{name}-rollouts"
     flags = [*FLAGS, "--rollout_dump", str(dumped), *flags]
-    run = megatron_rlhf(model, dataset, folder / name, 2, flags, {API_KEY_VARIABLE: KEY})
+    run = megatron_rlhf(model, dataset, folder / name, 2, flags, {API_KEY_VARIABLE: KEY, **(environment or {})})
     assert run.code == 0, run.output[-4000:]
     return run, read_json_lines(dumped / "rollout-000000.jsonl")
 
@@ -66,6 +69,53 @@ def test_what_an_agent_sampled_is_trained_in_its_contexts(folder: Path, dense: P
         assert {name: row[name] for name in names} == {name: expected[name] for name in names}
         assert row["earlier"][0]["completion_ids"] == expected["earlier"][0]["completion_ids"]
     assert again.log[0]["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-5)
+
+
+IMPATIENT = ["--multi_turn_scheduler", "impatient", "--use_gym_env", "true", "--vllm_max_model_len", "2048"]
+IMPATIENT_PLUGIN = str(PLUGINS / "impatient_agents.py")
+LONG = ["--max_completion_length", "1900", "--num_generations", "2"]
+
+
+def removed_turns(dump: list[Any], files: Iterable[Path]) -> list[str]:
+    """Check what impatient agents were trained on. Return the turns that were removed, with steps, in each file."""
+    for row in dump:
+        assert row["infos"].keys() == {"total_reward", "num_turns"} and row["infos"]["num_turns"] == 2
+        assert sum(row["sampled"]) == len(row["logprobs"]) == 2 * 20  # none of the call in between
+    return [file.read_text() for file in files]
+
+
+def test_a_call_that_is_given_up_is_removed_from_the_engine(folder: Path, dense: Path) -> None:
+    """On all of its ranks before the same step, while others generate; completions and counts of drafts stay right."""
+    dataset = rows(folder / "impatient.jsonl", gives_up=[True, False, True, False])
+    dumps = []
+    for size, drafts in ((1, ["--speculative_rollouts", "history"]), (2, [])):
+        name = f"removed-{size}"
+        flags = [*IMPATIENT, *LONG, *drafts, "--external_plugins", IMPATIENT_PLUGIN, str(REWARDS),
+                 "--vllm_tensor_parallel_size", str(size)]  # fmt: skip
+        run, dump = train(folder, dense, dataset, name, flags, {"REMOVED": str(folder / name)})
+        first, second = removed_turns(dump, (folder / f"{name}.{rank}" for rank in range(2)))
+        names = [line.split()[1:] for line in (first if size == 2 else first + second).splitlines()]
+        assert sum(map(len, names)) == 4
+        assert (first == second) == (size == 2)
+        assert run.log[0].get("drafts/accepted", 0) >= 0  # the removed turns' tokens count, as their steps do
+        dumps.append([row["completion_ids"] for row in dump])
+    assert dumps[0] == dumps[1]
+
+
+@pytest.mark.nightly
+def test_a_call_that_is_given_up_is_removed_from_a_server(folder: Path, dense: Path) -> None:
+    dataset, removed = rows(folder / "served.jsonl", gives_up=[True, False, True, False]), folder / "removed"
+    flags = [*IMPATIENT, "--external_plugins", IMPATIENT_PLUGIN]
+    server = RolloutServer(dense, folder / "impatient.txt", flags, {"REMOVED": str(removed)}).start()
+    try:
+        server.wait()
+        remote = [*LONG, "--vllm_mode", "server", "--vllm_server_base_url", server.url,
+                  "--vllm_server_pass_dataset", "true", "--external_plugins", str(REWARDS)]  # fmt: skip
+        _, dump = train(folder, dense, dataset, "served", remote)
+    finally:
+        server.stop()
+    [lines] = removed_turns(dump, [folder / "removed.server"])
+    assert len(lines.splitlines()) == 4
 
 
 def test_an_agent_that_fails_costs_its_rollout_alone(folder: Path, dense: Path) -> None:

@@ -2,7 +2,8 @@
 
 The scheduler decides what follows a turn and when a conversation ends. Each conversation is a task and continues as
 soon as its tool answers: its next turn joins those that vLLM generates. Between two steps of vLLM, all tasks run that
-need not wait. Scheduler and environments are on each engine's first rank, which broadcasts new turns to the others.
+need not wait. Scheduler and environments are on each engine's first rank, which broadcasts to the others which turns
+begin and which ones end early.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ from swift_megatron_grpo.settings.config import MultiTurnConfig, SamplingConfig,
 from swift_megatron_grpo.types import Rollout
 
 NextTurn = tuple[RolloutInferRequest, RequestConfig]  # to generate
-_STEPS_OF_RANKS = 4  # of an engine on several ranks between two broadcasts of new turns
+_STEPS_OF_RANKS = 4  # of an engine on several ranks between two broadcasts
 _MOST_ITERATIONS = 8  # of the event loop between two steps: a tool without waits takes up to five
 _MOST_ENCODED = 128  # turns that are kept, each with all its tokens
 _POLL_SECONDS = 1.0  # between two looks at the request to stop while all conversations wait for tools
@@ -48,6 +49,14 @@ class AskedTurn:
     turn: NextTurn
     inputs: dict[str, Any]  # encoded
     response: asyncio.Future[ChatCompletionResponse]
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Turns that begin and turns that end early before the next step of the engine."""
+
+    new: list[NextTurn]
+    unread: list[str]  # names of turns that nobody waits for: an agent's client has gone, or its conversation has ended
 
 
 def encoding_key(request: RolloutInferRequest) -> str | None:
@@ -85,7 +94,7 @@ class MultiTurnVllm(LocalVllm):
         self._asked: list[AskedTurn] = []  # and not yet in vLLM
         self._answers: dict[str, asyncio.Future[ChatCompletionResponse]] = {}  # that vLLM generates, by the turn's name
         self._changed = asyncio.Event()  # a conversation has asked for a turn, or ended
-        self._others_wait = False  # for new turns
+        self._others_wait = False  # for a broadcast
 
     @property
     def template(self) -> Template:
@@ -95,11 +104,12 @@ class MultiTurnVllm(LocalVllm):
     def _complete(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Rollout]:
         self._turns, self._encoded = RunningTurns(self._engine), {}
         if not self.share.reports:
-            while (asked := self._broadcast(None)) is not None:
-                for request, config in asked:
+            while (changes := self._broadcast(None)) is not None:
+                self._turns.abort(changes.unread)
+                for request, config in changes.new:
                     self._turns.add(self._encode(request), config)
                 self._turns.step(self._steps)
-            self._turns.abort()
+            self._turns.abort_all()
             return []
         with closing(asyncio.new_event_loop()) as loop:
             completions = loop.run_until_complete(self._converse(requests, sampling))
@@ -132,7 +142,7 @@ class MultiTurnVllm(LocalVllm):
         finally:
             if self._others_wait:  # otherwise the engine has failed, on all its ranks
                 self._broadcast(None)
-            self._turns.abort()
+            self._turns.abort_all()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -196,27 +206,30 @@ class MultiTurnVllm(LocalVllm):
         return encoded
 
     def _step_engine(self) -> None:
-        """Let the engine step with the turns that conversations have asked for, on all its ranks."""
+        """Let the engine step with the turns that conversations wait for, on all its ranks."""
         asked, self._asked = [turn for turn in self._asked if not turn.response.cancelled()], []
-        self._broadcast([turn.turn for turn in asked])
+        unread = [name for name, response in self._answers.items() if response.cancelled()]
+        self._broadcast(Changes([turn.turn for turn in asked], unread))
         self._others_wait = False
+        self._turns.abort(unread)
+        for name in unread:
+            del self._answers[name]
         for turn in asked:
             _, config = turn.turn
             self._answers[self._turns.add(turn.inputs, config)] = turn.response
         for name, response in self._turns.step(self._steps).items():
-            answer = self._answers.pop(name)
-            if not answer.cancelled():
-                answer.set_result(response)
+            self._answers.pop(name).set_result(response)
         self._others_wait = True
 
-    def _broadcast(self, turns: list[NextTurn] | None) -> list[NextTurn] | None:
+    def _broadcast(self, changes: Changes | None) -> Changes | None:
         """Broadcast from the engine's first rank to its other ranks, which pass None. None ends the generation."""
         if self._engine_ranks is None:
-            return turns
-        number = torch.tensor([-1 if turns is None else len(turns)])  # mostly 0, for a fifth of the time of an object
+            return changes
+        # mostly 0, for a fifth of the time of an object
+        number = torch.tensor([-1 if changes is None else len(changes.new) + len(changes.unread)])
         dist.broadcast(number, src=self._first_rank, group=self._engine_ranks)
         if number <= 0:
-            return None if number < 0 else []
-        box = [turns]
+            return None if number < 0 else Changes([], [])
+        box = [changes]
         dist.broadcast_object_list(box, src=self._first_rank, group=self._engine_ranks)
         return box[0]

@@ -1,5 +1,6 @@
-"""Turns of conversations in a local engine. Every rank of it adds the same turns before the same step."""
+"""Turns of conversations in a local engine. Every rank of it adds and removes the same turns before the same step."""
 
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
@@ -17,7 +18,7 @@ class RunningTurns:
         self._engine, self._adapter = engine, engine._get_grpo_lora_request()
         self._names = map(str, count())
         self._running: dict[str, tuple[dict[str, Any], RequestConfig]] = {}
-        self.tokens = 0  # of turns that have ended
+        self.tokens = 0  # of turns that have ended, also of those that were removed
 
     def add(self, inputs: dict[str, Any], config: RequestConfig) -> str:
         """Add an encoded turn to the next step, and return its name."""
@@ -47,7 +48,19 @@ class RunningTurns:
         self.tokens += sum(len(sampled.token_ids) for sampled in output.outputs)
         return self._engine._create_chat_completion_response(output, inputs, config, output.request_id)
 
-    def abort(self) -> None:
+    def abort(self, names: Sequence[str]) -> None:
+        """Remove these turns, which have not ended."""
+        if not names:
+            return
+        vllm, removed = self._engine.engine, set(names)
+        states = vllm.output_processor.request_states
+        for inner_name, request in vllm.engine_core.engine_core.scheduler.requests.items():
+            if inner_name in states and states[inner_name].external_req_id in removed:
+                self.tokens += request.num_output_tokens
+        vllm.abort_request(list(names))
+        for name in names:
+            del self._running[name]
+
+    def abort_all(self) -> None:
         """Remove the turns that have not ended, after which the engine is idle."""
-        self._engine.engine.abort_request(list(self._running))
-        self._running.clear()
+        self.abort(list(self._running))
