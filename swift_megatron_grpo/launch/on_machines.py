@@ -2,7 +2,7 @@
 
 The first machines have the ranks, the next ones the servers. A store on machine 0, next to torchrun's, gives the
 addresses of the servers to the ranks, and tells every machine how the others have ended. Everyone may write to a store
-of torch, so what is in it is signed with the key of the servers.
+of torch, so what is in it is signed with the key of the servers, together with random values of this job.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 import json
 import os
+import secrets
 import socket
 import threading
 import time
@@ -102,7 +103,7 @@ def run_on_machines(roles: Roles, site: Site, environ: Mapping[str, str]) -> End
         supervision = _start(roles, site, others, numbers, list(devices or ()), environ)
     except (RuntimeError, OSError) as error:  # of the store
         raise Refused(
-            f"machine 0 ({site.address}), or a server of the job, does not answer at port {site.port + 1}, the one "
+            f"machine 0 ({site.address}), or another one of the job, does not answer at port {site.port + 1}, the one "
             f"after MASTER_PORT; start the same command on all machines, and open the port between them: {error}"
         ) from None
     end = supervision.until_end(stop)
@@ -151,10 +152,24 @@ class _Others:
         # the address of this machine that machine 0 reaches
         with socket.create_connection((site.address, site.port + 1), _STORE_SECONDS) as connection:
             self.host: str = connection.getsockname()[0]
+        self._nonces = [self._nonce_of(machine) for machine in with_ranks] if key else []  # without one, all can sign
         self._end: End | None = None
         self._leaves = threading.Event()
         self._heard = time.monotonic()
         threading.Thread(target=self._listen, daemon=True).start()
+
+    def _nonce_of(self, machine: int) -> str:
+        """Return the random value of a machine with ranks, which reads addresses: here its own, not what the store has.
+
+        What an earlier job has signed lacks it, whatever a stranger writes.
+        """
+        name = f"nonce/{machine}"
+        if machine != self._site.machine:
+            nonce: str = self._store.get(name).decode(errors="replace")
+            return nonce
+        nonce = secrets.token_hex(16)
+        self._store.set(name, nonce)
+        return nonce
 
     def _listen(self) -> None:
         """Look for the ends of other machines. A thread, because a store whose link is cut answers nothing."""
@@ -182,7 +197,7 @@ class _Others:
         return text if is_ours else None
 
     def _signature(self, name: str, text: str) -> str:
-        return hmac.new(self._key, f"{name} {text}".encode(), "sha256").hexdigest()
+        return hmac.new(self._key, json.dumps([*self._nonces, name, text]).encode(), "sha256").hexdigest()
 
     def _ends(self) -> Iterator[tuple[int, End]]:
         for machine in range(self._site.machines):

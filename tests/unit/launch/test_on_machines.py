@@ -122,6 +122,35 @@ def test_what_a_stranger_writes_is_not_taken() -> None:
     own._leaves.set()
 
 
+def test_what_an_earlier_job_has_signed_is_not_taken() -> None:
+    """A stranger has recorded the store of a job with the same key, and writes all of it to that of a later one."""
+    names = ["nonce/0", "nonce/1", "server/0", "end/2"]
+    with ThreadPoolExecutor(2) as threads:
+        port = free_port()
+        sites = [Site(number, 3, "127.0.0.1", port) for number in range(2)]
+        earlier, other = threads.map(lambda site: _Others(site, range(2), "a key"), sites)
+        earlier.say("server/0", "http://old:1")
+        earlier.say("end/2", '[1, "old"]')
+        assert other.heard("server/0") == "http://old:1"
+        store = dist.TCPStore("127.0.0.1", port + 1, is_master=False)
+        recorded = {name: store.get(name) for name in names}
+
+        port = free_port()
+        sites = [Site(number, 3, "127.0.0.1", port) for number in range(2)]
+        first = threads.submit(_Others, sites[0], range(2), "a key")
+        stranger = dist.TCPStore("127.0.0.1", port + 1, is_master=False)
+        stranger.wait(["nonce/0"])  # the first machine has begun, and the second has not
+        for name in names:
+            stranger.set(name, recorded[name])
+        second = _Others(sites[1], range(2), "a key")
+        later = [first.result(20), second]
+    sleep(1.5)
+    for each in later:
+        assert each.heard("server/0") is None and each.end() is None and dict(each._ends()) == {}
+    for each in (earlier, other, *later):
+        each._leaves.set()
+
+
 def test_a_failure_of_one_machine_ends_the_others() -> None:
     port = free_port()
     sites = [Site(number, 2, "127.0.0.1", port) for number in range(2)]
