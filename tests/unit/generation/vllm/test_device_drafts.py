@@ -41,7 +41,7 @@ def test_completions_are_those_without_drafts_in_fewer_steps() -> None:
 
 
 @pytest.mark.parametrize("stand_in", [DeviceDrafts, ConstantSpeculator])
-def test_it_has_what_vllm_reads_of_a_speculator_and_takes_arguments_by_name(stand_in: type) -> None:
+def test_it_has_what_vllm_reads_of_a_speculator_and_its_arguments(stand_in: type) -> None:
     from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
     assert {name for name in vars(BaseSpeculator) if not name.startswith("_")} <= vars(stand_in).keys()
