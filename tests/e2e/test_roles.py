@@ -57,6 +57,7 @@ def assert_same_weights(plain: Finished, other: Path) -> None:
     assert first.keys() == second.keys() and all(first[name].equal(second[name]) for name in first)
 
 
+@pytest.mark.nightly
 def test_ranks_on_ray_train_the_same_and_end_with_one_line(
     folder: Path, dense: Path, dataset: Path, plain: Finished
 ) -> None:

@@ -125,6 +125,7 @@ def test_drafts_change_no_completion_of_a_run_that_trains_adapters(folder: Path,
 
 
 @pytest.mark.e2e
+@pytest.mark.nightly
 def test_drafts_change_no_turn_of_a_conversation(folder: Path, dense: Path) -> None:
     """A scheduler cuts the first turn and sends messages; the engine with drafts is one on two ranks."""
     dataset = make_dataset(folder / "turns.jsonl", rows=2)

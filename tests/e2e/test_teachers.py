@@ -62,6 +62,7 @@ def test_a_policy_that_reads_its_own_prompts_has_no_kl(tmp_path: Path, dense: Pa
     assert len(run.log) == 2 and all(step["teacher_kl"] == 0.0 and step["grad_norm"] > 0 for step in run.log)
 
 
+@pytest.mark.nightly
 def test_a_teacher_alone_draws_single_completions_near(tmp_path: Path, dense: Path, dataset: Path) -> None:
     teacher = make_model(tmp_path / "teacher", extra=["--seed", "5", "--layers", "2"])
     flags = ["--teacher_model", str(teacher), "--teacher_model_type", "qwen3", "--num_generations", "1", "--lr", "1e-3",

@@ -28,6 +28,7 @@ from swift_megatron_grpo.data.recordings import (
     wav_of,
     with_silence,
 )
+from tests.support.choice import rest_nightly
 
 
 def encoded(rate: int = RATE, seconds: float = 0.5, channels: int = 1, **options: Any) -> bytes:
@@ -72,7 +73,7 @@ def test_features_do_not_depend_on_other_recordings_of_a_prompt() -> None:
         assert np.abs(one - other).max() < 1e-6
 
 
-@pytest.mark.parametrize("rate", [8_000, 22_050, 44_100, 192_000])
+@pytest.mark.parametrize("rate", rest_nightly([8_000, 22_050, 44_100, 192_000], [44_100]))
 def test_others_are_mixed_and_resampled(rate: int) -> None:
     """A tone keeps its pitch and its loudness."""
     times = np.arange(rate) / rate
