@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Run the measurements on H200, and some of them on H100. Each group takes less than ten minutes; settings that do not
-# finish in time are missing from the group's file.
+# Run the measurements on H200, and some of them on H100. Each group takes less than ten minutes; settings that end
+# at its limit have the steps that they have made.
 #   benchmarks/bench_h200.sh GROUP...
 #       groups on 1 GPU: fixed fixed-4b long-0.6b long-1.7b long-4b memory memory-0.6b memory-1.7b step-equal step-best
 #                        step-sleep

@@ -15,8 +15,8 @@ class BoxedNumber(ORM):
         self._accuracy = orms["accuracy"](*args, **kwargs)
 
     def __call__(self, completions: list[str], solution: list[str], **columns: Any) -> list[float]:
-        answers = [boxed(text) for text in completions]
-        return [float(value) for value in self._accuracy(answers, solution)]
+        right: list[float] = self._accuracy([boxed(text) for text in completions], solution)
+        return right
 
 
 def boxed(text: str) -> str:

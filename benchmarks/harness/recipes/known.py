@@ -71,8 +71,7 @@ RECIPES = {
             "An answer in a format",
             "sums and differences of two or three digits, with the answer in `\\boxed{}`",
             "Four answered problems before each question show the format, so the first step has right answers to learn "
-            "from. They give the result before the box: SmolLM2 continues `3 + 4 =` with the sum, and "
-            "`3 + 4 = \\boxed{` with any number. ms-swift's reward `accuracy` alone also accepts the question, "
+            "from. They give the result before the box. ms-swift's reward `accuracy` alone also accepts the question, "
             "`7 + 4 - 6`, in the box, because it evaluates it. "
             "[boxed_number.py](../../templates/plugins/boxed_number.py) shows it only a number.",
             "--reward_funcs boxed_number --external_plugins templates/plugins/boxed_number.py --max_length 512",

@@ -1,4 +1,4 @@
-"""An external plugin: agents of which every second one gives up a call, and continues once vLLM has removed its turn.
+"""An external plugin with agents. Every second one gives up a call and continues once vLLM has removed its turn.
 
 No turn ends by itself, and one without a limit of its own takes 1,900 steps. Each process of an engine appends the
 names of removed turns, behind the number of steps before, to the file REMOVED.RANK, or REMOVED.server.
@@ -48,7 +48,7 @@ LLMEngine.add_request, LLMEngine.step, LLMEngine.abort_request = add_endless, st
 
 @register_agent("impatient", seconds=100.0)
 async def impatient(row: dict[str, Any], base_url: str, api_key: str) -> float:
-    """Call twice; an impatient one calls in between, and waits in vain."""
+    """Call twice. An impatient agent makes another call in between and gives it up."""
     global given_up
     client = AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
     messages: list[Any] = [*row["messages"]]
