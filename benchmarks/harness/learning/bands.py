@@ -15,6 +15,7 @@ from benchmarks.harness.results import ARMS
 FILES = "benchmarks/*/parts/learn-*.json"
 TIMED_FILES = "benchmarks/*/parts/learning-time-*.json"
 WINDOW = 20  # steps
+ENOUGH = 0.8  # of the steps of a timed run; a run that its limit ended counts as well
 Run = dict[str, Any]
 
 
@@ -90,5 +91,5 @@ def seconds_per_step(runs: Sequence[Run], arm: str) -> list[float]:
     return [
         statistics.median(later - earlier for earlier, later in pairwise(run["seconds"]))
         for run in runs
-        if run["arm"] == arm and run["exit_code"] == 0
+        if run["arm"] == arm and len(run["seconds"]) >= ENOUGH * run["settings"]["steps"]
     ]

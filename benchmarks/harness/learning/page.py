@@ -129,7 +129,7 @@ def files(runs: Sequence[Run], timed: Sequence[Run], choice: dict[str, Any] | No
         INTRODUCTION,
         *(["![Reward and held-out accuracy over steps and over seconds](learning.svg)\n"] if complete else []),
         f"## Results\n\n{_results(arms, seconds)}",
-        *_not_run(arms, runs),
+        *_not_run(arms, runs, timed),
         *([_rewards(of_reward), _accuracies(of_accuracy)] if complete else []),
         METHOD,
         f"{CHOOSING}\n{_candidates(choice)}",
@@ -161,7 +161,7 @@ def _seconds(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.2f} ({', '.join(f'{value:.2f}' for value in values)})"
 
 
-def _not_run(arms: Mapping[str, list[Run]], runs: Sequence[Run]) -> list[str]:
+def _not_run(arms: Mapping[str, list[Run]], runs: Sequence[Run], timed: Sequence[Run]) -> list[str]:
     """Return a list of the missing and the incomplete runs."""
     seeds = {arm: [seed for seed in SEEDS if seed not in {run["seed"] for run in arms[arm]}] for arm in arms}
     lines = [f"* {NAMES[arm]}: {NOT_RUN} with seeds {', '.join(map(str, missing))}." for arm, missing in seeds.items()
@@ -171,6 +171,12 @@ def _not_run(arms: Mapping[str, list[Run]], runs: Sequence[Run]) -> list[str]:
         f"steps and {len(run['held_out'])} accuracies (exit code {run['exit_code']}); not in the table."
         for run in runs
         if not is_complete(run)
+    ]
+    lines += [
+        f"* {NAMES[run['arm']]}, timed with seed {run['seed']}: its limit ended it after {len(run['seconds'])} of "
+        f"{run['settings']['steps']} steps."
+        for run in timed
+        if len(run["seconds"]) < run["settings"]["steps"]
     ]
     return ["\n".join([*lines, ""])] if lines else []
 
