@@ -16,10 +16,12 @@ from tests.dist.conftest import DESCENT, LEARNING_RATE, LEARNS, RUN_LAYOUT, Rank
 from tests.dist.test_gradients import torch_weights
 from tests.forking.client import run_script
 from tests.paths import PROGRAMS
+from tests.support.choice import rest_nightly
 
 pytestmark = pytest.mark.dist
-LAYOUTS = ["tokens64", "tp2+sp+recompute", "dp2+overlap_param"]
-MORE = ["tp2", "tp2+sp", "dp2", "dp2+tokens64"]
+LAYOUTS = ["tokens64", "tp2+sp+recompute", "dp2+overlap_param", "tp2", "tp2+sp", "dp2", "dp2+tokens64"]
+CASES = [(kind, layout) for kind in ("qwen3_5", "qwen3_5-tied") for layout in LAYOUTS]
+CHOSEN = [*CASES[:3], ("qwen3_5-tied", "tp2+sp+recompute")]
 
 
 def trained(ranks: Ranks, layout: str, extra: list[str], kind: str = "qwen3_5") -> tuple[Any, dict[str, torch.Tensor]]:
@@ -34,8 +36,7 @@ def trained(ranks: Ranks, layout: str, extra: list[str], kind: str = "qwen3_5") 
     return json.loads((folder / f"{layout}.json").read_text())["metrics"], torch.load(folder / f"{layout}.pt")
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5-tied"])
-@pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.nightly) for name in MORE)])
+@pytest.mark.parametrize(("kind", "layout"), rest_nightly(CASES, CHOSEN))
 def test_the_policy_is_that_of_a_run_without_it(ranks: Ranks, kind: str, layout: str) -> None:
     """Metrics and weights to the bit, while clipping by the norm is active. The layer's own are those of one rank."""
     plain, weights = trained(ranks, layout, [], kind)
@@ -47,7 +48,10 @@ def test_the_policy_is_that_of_a_run_without_it(ranks: Ranks, kind: str, layout:
     assert len(layer) == 15 and all(name.startswith("mtp.") for name in layer)
     one, expected = trained(ranks, "one", LEARNS, kind)
     assert losses == pytest.approx([step["drafts/loss"] for step in one], rel=1e-6)
-    assert max((both[name] - expected[name]).abs().max() for name in layer) < 3e-6
+    # Rows of the tiny model's mtp.fc.weight are nearly equal, so its gradient is what is left of sums that cancel. Two
+    # steps move a weight by up to 2e-3.
+    bounds = dict.fromkeys(layer, 1e-6) | {"mtp.fc.weight": 1e-5}
+    assert all((both[name] - expected[name]).abs().max() < bound for name, bound in bounds.items())
 
 
 @pytest.mark.parametrize("layout", ["one", "tp2+sp", pytest.param("dp2", marks=pytest.mark.nightly)])

@@ -29,6 +29,7 @@ def check_run(run: Finished) -> None:
         assert 0 < step["rollout/k3_kl"] < 1e-2
 
 
+@pytest.mark.nightly
 def test_vllm_in_the_trainer_generates_in_8_bits(folder: Path, dense: Path, dataset: Path) -> None:
     flags = [*FLAGS, "--vllm_tensor_parallel_size", "2", "--tensor_model_parallel_size", "2"]
     check_run(megatron_rlhf(dense, dataset, folder / "colocate", 2, flags))

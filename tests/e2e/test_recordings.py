@@ -210,6 +210,7 @@ def attack(server: RolloutServer) -> None:
     assert respond(server, "GET", "/health")[0] == 200
 
 
+@pytest.mark.nightly
 def test_servers_hear_the_same_although_one_is_killed(folder: Path, omni: Path) -> None:
     """Recordings are sent as the trainer hears them: no path reaches a server."""
     dataset = make_dataset(folder / "served", [1, 0], [1, 2, 0])

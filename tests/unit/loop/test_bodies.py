@@ -140,7 +140,7 @@ def run(folder: Path, ranks: int, **case: bool) -> list[Any]:
     return [json.loads((folder / f"{rank}.txt").read_text()) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("ranks", [8, pytest.param(64, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("ranks", [8, pytest.param(64, marks=pytest.mark.nightly)])
 def test_many_ranks_train_what_they_train_if_all_have_everything(tmp_path: Path, ranks: int) -> None:
     """No rank has more than it generated, graded and trains, and nothing is left after the step."""
     held = run(tmp_path, ranks, shared=True)

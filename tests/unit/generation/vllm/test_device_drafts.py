@@ -35,6 +35,7 @@ def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     assert run(KERNELS, "compile", TRITON_CACHE_DIR=str(tmp_path)) == "compiled"
 
 
+@pytest.mark.nightly
 def test_completions_are_those_without_drafts_in_fewer_steps() -> None:
     assert "steps of requests without drafts" in run("tests.unit.generation.vllm.second_runner_cases",
                                                      TRITON_INTERPRET="1")  # fmt: skip

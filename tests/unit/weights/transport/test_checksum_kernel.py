@@ -17,6 +17,7 @@ def run(arguments: list[str], **environment: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.nightly
 def test_the_kernel_computes_torchs_numbers_in_the_interpreter() -> None:
     assert run([], TRITON_INTERPRET="1").endswith(" cases")
 
