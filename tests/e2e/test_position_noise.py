@@ -66,6 +66,7 @@ def test_tokens_follow_the_softmax_after_vllms_filters(report: Any, name: str) -
 
 
 @pytest.mark.e2e
+@pytest.mark.nightly
 def test_tensor_parallel_ranks_sample_what_one_rank_samples(folder: Path, dense: Path, dataset: Path) -> None:
     """The ranks of an engine sample each for itself: in the trainer's processes, and in workers of a server."""
     server = RolloutServer(dense, folder / "sharded server.txt", ["--vllm_tensor_parallel_size", "2"]).start()
