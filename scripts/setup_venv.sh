@@ -106,7 +106,7 @@ fi
 if [ -n "$recipes" ] && changed recipes.lock requirements/recipes.lock; then
     install_lock recipes.lock "packages of recipes.lock" requirements/recipes.lock
 fi
-# Tests import a quarter of these files, and compile those themselves in a third of the time.
+# Tests import a quarter of these files, and compile what they import.
 if [ -n "$installed" ] && [ -z "$test" ]; then
     .venv/bin/python -W ignore -m compileall -qq -j 0 .venv/lib || true # packages have files for other versions of Python, too
 fi

@@ -72,7 +72,6 @@ def test_drafts_change_no_completion_of_a_run_that_trains_adapters(folder: Path,
     assert_equal_runs(off, trained(folder / "adapters on", qwen3_5, two_rows, [*lora, *DRAFTS]))
 
 
-@pytest.mark.thorough
 @pytest.mark.nightly
 def test_a_wrong_rule_of_acceptance_changes_completions(
     folder: Path, qwen3_5: Path, two_rows: Path, plain: Finished

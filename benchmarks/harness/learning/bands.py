@@ -15,7 +15,7 @@ from benchmarks.harness.results import ARMS
 FILES = "benchmarks/*/parts/learn-*.json"
 TIMED_FILES = "benchmarks/*/parts/learning-time-*.json"
 WINDOW = 20  # steps
-ENOUGH = 0.8  # of the steps of a timed run; a run that its limit ended counts as well
+ENOUGH = 0.8  # of the steps: a timed run that its limit ends afterwards counts
 Run = dict[str, Any]
 
 
@@ -38,6 +38,10 @@ def is_complete(run: Run) -> bool:
     steps = run["settings"]["steps"]
     is_scored = bool(run["held_out"]) and run["held_out"][-1]["step"] == steps
     return run["exit_code"] == 0 and len(run["reward"]) == steps and is_scored
+
+
+def is_timed(run: Run) -> bool:
+    return run["exit_code"] in (0, None) and len(run["seconds"]) >= ENOUGH * run["settings"]["steps"]
 
 
 def by_arm(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -91,5 +95,5 @@ def seconds_per_step(runs: Sequence[Run], arm: str) -> list[float]:
     return [
         statistics.median(later - earlier for earlier, later in pairwise(run["seconds"]))
         for run in runs
-        if run["arm"] == arm and len(run["seconds"]) >= ENOUGH * run["settings"]["steps"]
+        if run["arm"] == arm and is_timed(run)
     ]

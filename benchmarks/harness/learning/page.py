@@ -176,7 +176,7 @@ def _not_run(arms: Mapping[str, list[Run]], runs: Sequence[Run], timed: Sequence
         f"* {NAMES[run['arm']]}, timed with seed {run['seed']}: its limit ended it after {len(run['seconds'])} of "
         f"{run['settings']['steps']} steps."
         for run in timed
-        if len(run["seconds"]) < run["settings"]["steps"]
+        if run["exit_code"] is None
     ]
     return ["\n".join([*lines, ""])] if lines else []
 

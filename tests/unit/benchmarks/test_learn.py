@@ -216,10 +216,12 @@ def test_a_band_has_the_mean_and_the_range_of_seeds() -> None:
 def test_a_step_takes_the_median_of_each_timed_run_with_most_of_its_steps() -> None:
     cut = {"exit_code": None, "seconds": [9.0 + 0.25 * step for step in range(32)]}
     timed = [some_run("ours", 1, 0.1), some_run("ours", 2, 0.1, **cut), some_run("trl", 1, 0.1),
-             some_run("ours", 3, 0.1, seconds=cut["seconds"][:31])]  # fmt: skip
+             some_run("ours", 3, 0.1, seconds=cut["seconds"][:31], exit_code=None),
+             some_run("ours", 4, 0.1, seconds=cut["seconds"], exit_code=1)]  # fmt: skip
     assert seconds_per_step(timed, "ours") == [0.5, 0.25] and seconds_per_step(timed, "verl") == []
     text = page.files([], timed, None)[page.PAGE]
     assert "* this package, timed with seed 2: its limit ended it after 32 of 40 steps." in text
+    assert "timed with seed 4" not in text
 
 
 def test_windows_below_every_seed_of_the_others_are_named() -> None:
