@@ -41,10 +41,12 @@ unset PYTHONDONTWRITEBYTECODE # or every worker and every command would compile 
 export NO_VCS_VERSION=1 # megatron-core 0.18 and newer would add the commit of this repository to their version
 # Xdist's workers are not shown by name, and pytest's own header says nothing new.
 pytest=(python -m pytest -q --durations=10)
-# Three workers, because tests also wait. Each is a fork that has imported ms-swift, Megatron and vLLM. They take files
-# in the order of tests/durations.json, the longest first: scripts/test.sh unit contract dist e2e --store-durations
+# Three workers, because tests also wait; four for unit and contract, where a third of the time is waiting. Each is a
+# fork that has imported ms-swift, Megatron and vLLM. They take files in the order of tests/durations.json, the longest
+# first: scripts/test.sh unit contract dist e2e --store-durations
 fork="popen//python=python -m tests.forking.worker"
 workers=(--tx "3*$fork" --dist loadfile --no-loadscope-reorder)
+workers_that_wait=(--tx "4*$fork" --dist loadfile --no-loadscope-reorder)
 one_worker=(--tx "$fork" --dist load)
 
 # Stages on the same packages share the preloaded processes of tests/forking: their imports take 60 CPU seconds.
@@ -88,11 +90,11 @@ docs() {
     step "site of docs" env NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
 }
 
-tests_of() { # tests_of PYTEST_ARGUMENT...: several workers, without what is marked `alone` because it measures time
+tests_of() { # tests_of WORKERS PYTEST_ARGUMENT...: without what is marked `alone` because it measures time
     local core='import importlib.util as u, runpy; [root] = u.find_spec("megatron").submodule_search_locations[:1]
 print(runpy.run_path(f"{root}/core/package_info.py")["__version__"])'
     echo "megatron.core $(python -c "$core"), Python $(python -c 'import platform; print(platform.python_version())')"
-    run workers --alone no "$@"
+    run "$1" --alone no "${@:2}"
 }
 
 run() { # run WORKERS PYTEST_ARGUMENT...: what fails runs once more on one worker, if it is little
@@ -110,9 +112,10 @@ run() { # run WORKERS PYTEST_ARGUMENT...: what fails runs once more on one worke
 }
 
 tests() { # tests "FOLDER..." ARGUMENT...: several workers
-    local status=0 folders
+    local status=0 folders on=workers
     read -ra folders <<<"$1"
-    tests_of "${folders[@]/#/tests/}" "${@:2}" || status=$?
+    [ "$1" != "unit contract" ] || on=workers_that_wait
+    tests_of $on "${folders[@]/#/tests/}" "${@:2}" || status=$?
     # 5: nothing was collected. With arguments that select, a folder may be left empty; without, something is wrong.
     [ "$status" = 5 ] && [ $# -gt 1 ] || return "$status"
 }
@@ -154,7 +157,7 @@ other_core() { # other_core VERSION PYTEST_ARGUMENT...
     [ ${#chosen[@]} -gt 0 ] || more=("${further[@]}")
     share_servers "$1"
     preload upstream trainer # tests/dist would wait for the second, with one core idle
-    tests_of "${seams[@]}" "${units[@]}" "${ranks[@]}" "${runs[@]}" "${more[@]}" "${@:2}"
+    tests_of workers "${seams[@]}" "${units[@]}" "${ranks[@]}" "${runs[@]}" "${more[@]}" "${@:2}"
 }
 
 if [ -n "$quick" ]; then

@@ -37,7 +37,8 @@ LAYOUTS = {
 }
 KINDS = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen2_5_vl", "deepseek", *OMNI, *ON_TEXT_ALONE]
 CASES = [(kind, tuner, layout) for (kind, tuner), layouts in LAYOUTS.items() for layout in layouts]
-MARKED = rest_nightly(CASES, covering(CASES))
+CHOSEN = ["qwen3_5", "qwen3_5-tied", "qwen3_5_moe", "deepseek", "qwen3_omni_moe"]
+MARKED = rest_nightly(CASES, covering([case for case in CASES if case[0] in CHOSEN]))
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def descended(ranks: Ranks, request: pytest.FixtureRequest) -> Ranks:
     return ranks
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", rest_nightly(KINDS, [kind for kind in KINDS if kind in CHOSEN]))
 def test_gradients_match_plain_transformers(descended: Ranks, tmp_path: Path, kind: str) -> None:
     """In transformers in fp64, but for the decay of delta nets and some norms, which it computes in fp32."""
     run = json.loads((descended.descent(kind) / "one.json").read_text())

@@ -32,7 +32,7 @@ CASES = {
     ),
     "all weights in fp32": (1, "dense-shallow", "full", "float32", ["--beta", "0.1"]),
 }
-CHOSEN = ("adapters on tp2", "all weights on dp2+ep2")
+CHOSEN = ["all weights on dp2+ep2"]
 
 
 @pytest.mark.dist

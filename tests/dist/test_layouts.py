@@ -52,9 +52,9 @@ def test_a_process_can_train_with_one_attention_backend_after_another(ranks: Ran
 @pytest.mark.parametrize(
     ("number", "layouts"),
     [
-        (1, ["mbs1", "mbs4", "tokens48", "tokens96"]),
+        pytest.param(1, ["mbs1", "mbs4", "tokens48", "tokens96"], marks=pytest.mark.nightly),
         (2, ["tp2", "pp2", "cp2", "dp2"]),
-        pytest.param(4, ["tp2+pp2", "tp2+cp2", "tp2+pp2"], marks=pytest.mark.thorough),
+        pytest.param(4, ["tp2+pp2", "tp2+cp2", "tp2+pp2"], marks=pytest.mark.nightly),
     ],
 )
 def test_the_threads_of_a_layout_end_with_it(ranks: Ranks, number: int, layouts: list[str]) -> None:

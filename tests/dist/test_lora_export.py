@@ -13,7 +13,7 @@ from tests.dist.conftest import Ranks
     [
         ("dense", ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"], "cpu"),
         pytest.param("moe", ["--expert_model_parallel_size", "2"], "cpu", marks=pytest.mark.thorough),
-        ("dense", ["--pipeline_model_parallel_size", "2"], "cuda"),
+        pytest.param("dense", ["--pipeline_model_parallel_size", "2"], "cuda", marks=pytest.mark.nightly),
     ],
 )
 def test_twenty_exports_leave_the_base_bit_identical(

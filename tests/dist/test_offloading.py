@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.dist.conftest import OFFLOADED, Ranks
+from tests.support.choice import rest_nightly
 
 RESIDENT = {
     "room made": {"policy"},  # until the weights are sent
@@ -15,6 +16,7 @@ RESIDENT = {
     "reference": {"policy", "reference"},
     "training": {"policy", "gradients", "optimizer"},
 }
+CASE = pytest.mark.parametrize("case", rest_nightly(list(OFFLOADED), ["full", "lora"]))
 
 
 def offloaded(ranks: Ranks, case: str, rank: int) -> dict[str, Any]:
@@ -26,7 +28,7 @@ def offloaded(ranks: Ranks, case: str, rank: int) -> dict[str, Any]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("case", list(OFFLOADED))
+@CASE
 def test_steps_with_and_without_offloading_are_bitwise_equal(ranks: Ranks, case: str, rank: int) -> None:
     report = offloaded(ranks, case, rank)
     assert report["metrics_equal"] == [True] * 5  # of them two in which more is offloaded after the sync
@@ -36,7 +38,7 @@ def test_steps_with_and_without_offloading_are_bitwise_equal(ranks: Ranks, case:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("case", list(OFFLOADED))
+@CASE
 def test_state_that_a_phase_does_not_read_uses_no_memory(ranks: Ranks, case: str, rank: int) -> None:
     report = offloaded(ranks, case, rank)
     kinds = {"policy", "gradients", "optimizer"} | ({"reference"} if report["groups"]["reference policy"] else set())
@@ -59,7 +61,7 @@ def test_an_offloading_decision_is_logged_once(ranks: Ranks) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("case", list(OFFLOADED))
+@CASE
 def test_more_is_offloaded_if_the_weight_sync_took_what_was_free(ranks: Ranks, case: str) -> None:
     report = offloaded(ranks, case, 0)
     reference = ["reference policy"] if report["groups"]["reference policy"] else []

@@ -14,6 +14,7 @@ from tests.dist.conftest import DESCENT, LEARNING_RATE, Ranks, selected_layouts
 from tests.dist.test_gradients import torch_weights
 from tests.forking.client import run_script
 from tests.paths import PROGRAMS
+from tests.support.choice import covering, rest_nightly
 
 pytestmark = pytest.mark.dist
 LAYOUTS = {
@@ -23,6 +24,7 @@ LAYOUTS = {
     ("moe", "full"): ["dp2+ep2+mbs4"],
 }  # fmt: skip
 CASES = [(kind, tuner, layout) for (kind, tuner), layouts in LAYOUTS.items() for layout in layouts]
+CHOSEN = covering(CASES)
 _RUN = "tests.programs.dist.sequence_runs:run_layout"
 
 
@@ -41,7 +43,9 @@ def runs(ranks: Ranks, request: pytest.FixtureRequest) -> dict[tuple[str, str], 
     return folders
 
 
-@pytest.mark.parametrize(("kind", "tuner", "layout"), CASES, ids=["-".join(case) for case in CASES])
+@pytest.mark.parametrize(
+    ("kind", "tuner", "layout"), rest_nightly(CASES, CHOSEN), ids=["-".join(case) for case in CASES]
+)
 def test_sequences_of_a_conversation_train_like_the_whole_of_it(
     runs: dict[tuple[str, str], Path], kind: str, tuner: str, layout: str
 ) -> None:
@@ -57,7 +61,10 @@ def test_sequences_of_a_conversation_train_like_the_whole_of_it(
     assert {int(index) for of_rank in counts for index in of_rank} == set(range(other["sequences"]))
 
 
-@pytest.mark.parametrize(("kind", "tuner", "layout"), [case for case in CASES if "shared" in case[2]])
+@pytest.mark.parametrize(
+    ("kind", "tuner", "layout"),
+    [case for case in rest_nightly(CASES, CHOSEN) if "shared" in str(case)],
+)
 def test_what_sequences_have_in_common_is_trained_once(
     runs: dict[tuple[str, str], Path], kind: str, tuner: str, layout: str
 ) -> None:

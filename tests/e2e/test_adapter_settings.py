@@ -11,7 +11,6 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.support.choice import rest_nightly
 from tests.support.runs import CANNED, PLUGINS, REWARDS, megatron_rlhf
 
 SETTINGS = ["--tuner_type", "lora", "--lora_rank", "8", "--lora_alpha", "16", "--use_rslora", "true",
@@ -39,7 +38,8 @@ def test_vllm_scales_a_rank_stabilised_adapter_as_the_trainer(
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("vllm_ranks", rest_nightly(["1", "2"], ["1"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("vllm_ranks", ["1", "2"])
 def test_base_and_adapter_are_sent_again_after_a_sleep_discards_both(
     vllm_ranks: str, folder: Path, dense: Path, dataset: Path
 ) -> None:

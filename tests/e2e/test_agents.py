@@ -84,6 +84,7 @@ def removed_turns(dump: list[Any], files: Iterable[Path]) -> list[str]:
     return [file.read_text() for file in files]
 
 
+@pytest.mark.nightly
 def test_a_call_that_is_given_up_is_removed_from_the_engine(folder: Path, dense: Path) -> None:
     """On all of its ranks before the same step, while others generate; completions and counts of drafts stay right."""
     dataset = rows(folder / "impatient.jsonl", gives_up=[True, False, True, False])
@@ -118,6 +119,7 @@ def test_a_call_that_is_given_up_is_removed_from_a_server(folder: Path, dense: P
     assert len(lines.splitlines()) == 4
 
 
+@pytest.mark.nightly
 def test_an_agent_that_fails_costs_its_rollout_alone(folder: Path, dense: Path) -> None:
     ways = ["raises", "hangs", "nonsense", "ends", "good", "good"]
     dataset = rows(folder / "ways.jsonl", way=ways)

@@ -127,7 +127,7 @@ def test_a_server_of_an_omni_model_gets_the_parts_that_it_holds(folder: Path, da
 @pytest.mark.parametrize(
     ("kind", "towers"),
     [
-        ("qwen3_5_moe", True),
+        pytest.param("qwen3_5_moe", True, marks=pytest.mark.nightly),
         pytest.param("qwen3_5_moe", False, marks=pytest.mark.slow),
         pytest.param("minicpmv4_6", True, marks=pytest.mark.nightly),
     ],

@@ -34,6 +34,7 @@ def learning(folder: Path, qwen3_5: Path, two_rows: Path) -> Finished:
     return trained(folder / "learning", qwen3_5, two_rows, RESUMABLE, ranks=2)
 
 
+@pytest.mark.nightly
 def test_it_is_sent_compared_and_saved_and_changes_no_completion(
     folder: Path, qwen3_5: Path, two_rows: Path, learning: Finished
 ) -> None:
@@ -47,6 +48,7 @@ def test_it_is_sent_compared_and_saved_and_changes_no_completion(
     assert "are not trained" not in learning.output
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_continues_it(folder: Path, qwen3_5: Path, two_rows: Path, learning: Finished) -> None:
     source = str(learning.folder / "checkpoint-2")
     flags = [*RESUMABLE, "--finetune", "false", "--mcore_model", source]

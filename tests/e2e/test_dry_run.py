@@ -61,6 +61,7 @@ def check(arguments: Sequence[str], ranks: int) -> tuple[int, str]:
     return int(code), output
 
 
+@pytest.mark.nightly
 def test_the_command_prints_the_memory_of_a_run_that_does_not_fit(folder: Path, large: Path, dataset: Path) -> None:
     """The real command: the switch is seen before torchrun would start ranks."""
     flags = [*SIZES, "--max_tokens_per_micro_batch", "16384", "--check", "true", "--check_gpu", "H100-80G"]

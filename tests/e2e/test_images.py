@@ -183,7 +183,10 @@ def test_conversations_on_a_server_show_images_and_are_generated_ahead(
             marks=pytest.mark.nightly,
         ),
         pytest.param("internvl", 1, EVERYTHING, marks=pytest.mark.nightly),
-        ("internvl", 2, ["--pipeline_model_parallel_size", "2", "--vllm_tensor_parallel_size", "2"]),
+        pytest.param(
+            *("internvl", 2, ["--pipeline_model_parallel_size", "2", "--vllm_tensor_parallel_size", "2"]),
+            marks=pytest.mark.nightly,
+        ),
     ],
     ids=["glm4v", "glm4v_moe", "internvl", "internvl-frozen"],
 )
@@ -233,7 +236,7 @@ def check_omni(run: Finished, model: Path, saved: str = "checkpoint-2") -> None:
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
-        (1, []),
+        pytest.param(1, [], marks=pytest.mark.nightly),
         (2, ["--tuner_type", "lora", "--merge_lora", "true", "--tensor_model_parallel_size", "2",
              "--sequence_parallel", "true"]),
     ],

@@ -17,7 +17,7 @@ def run(folder: Path, model: Path, dataset: Path, *flags: str) -> Finished:
     return finished
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.e2e
 def test_rollouts_in_between_have_no_log_probs_and_the_same_losses(folder: Path, dense: Path, dataset: Path) -> None:
     always = run(folder / "always", dense, dataset, "--rollout_logprobs_interval", "1")

@@ -124,7 +124,7 @@ def test_a_disk_of_each_machine_is_refused_before_a_model_loads(
             assert "machine-b does not see what rank 0 has written there, so checkpoints would lack parts; u" in message
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @needs_namespaces
 def test_a_disk_that_a_machine_loses_ends_the_run_at_the_next_save(
     tmp_path: Path, dense: Path, dataset: Path, etc: Path

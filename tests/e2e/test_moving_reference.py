@@ -53,6 +53,7 @@ def test_the_reference_moves_by_the_formula(tmp_path: Path, dense: Path, dataset
     assert all(step["kl"] > 0 for step in run.log[1:])
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_continues_with_the_moved_reference_and_answers(
     tmp_path: Path, dense: Path, dataset: Path
 ) -> None:

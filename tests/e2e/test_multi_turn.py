@@ -92,6 +92,7 @@ def test_the_template_trains_on_conversations(tmp_path: Path, dense: Path) -> No
     check_with_transformers(first, dense, dumped)
 
 
+@pytest.mark.nightly
 def test_every_round_of_thinking_tips_is_trained_in_its_own_context(folder: Path, dense: Path) -> None:
     """The template drops the empty thoughts of earlier rounds, so a second round is a second sequence."""
     dataset, dumped = folder / "solved.jsonl", folder / "rounds"

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.choice import rest_nightly
 from tests.support.runs import PLUGINS, REWARDS, make_model, megatron_rlhf
 
 pytestmark = pytest.mark.e2e
@@ -80,9 +79,10 @@ def check_taught(steps: list[tuple[dict[str, float], dict[str, float]]]) -> None
     assert any(abs(step["loss"]) > 1e-4 for step, _ in steps)  # it is not trivial
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "rewards",
-    [["--reward_funcs", "letters"], pytest.param([], marks=pytest.mark.nightly)],
+    [["--reward_funcs", "letters"], []],
     ids=["rewards", "no rewards"],
 )
 def test_a_teachers_numbers_match_the_stock_trainer(
@@ -93,10 +93,8 @@ def test_a_teachers_numbers_match_the_stock_trainer(
     check_taught(both_trainers(tmp_path, dense, dataset, flags, rewards))
 
 
-@pytest.mark.parametrize(
-    ("teacher", "distillation"),
-    rest_nightly([("another", ""), ("the policy", "rlsd"), ("another", "sdar")], [("another", "sdar")]),
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("teacher", "distillation"), [("another", ""), ("the policy", "rlsd"), ("another", "sdar")])
 def test_a_teachers_own_prompt_gives_the_stock_trainers_numbers(
     tmp_path: Path, dense: Path, dataset: Path, teacher: str, distillation: str
 ) -> None:

@@ -48,6 +48,7 @@ def bytes_in_vllm(model: Path, sees: bool, hears: bool) -> int:
         return 2 * sum(math.prod(file.get_slice(name).get_shape()) for name in held)
 
 
+@pytest.mark.nightly
 def test_a_layer_that_drafts_is_planned_to_the_byte_in_both(folder: Path) -> None:
     model, dataset = make_model(folder / "drafting", "qwen3_5"), make_rows(folder / "rows.jsonl", rows=4)
     drafts = ["--speculative_rollouts", "mtp", "--seed_completions", "true", "--vllm_enable_prefix_caching", "false",

@@ -121,6 +121,7 @@ def dumped(dump: Path) -> list[dict[str, Any]]:
     return [row for file in sorted(dump.glob("rollout-*.jsonl")) for row in read_json_lines(file)]
 
 
+@pytest.mark.nightly
 def test_later_turns_of_a_conversation_hear_and_see_the_media_of_its_row(
     omni: Path, conversations: list[dict[str, Any]]
 ) -> None:

@@ -63,6 +63,7 @@ orms["mine"] = Mine
 
 
 @pytest.mark.e2e
+@pytest.mark.nightly
 def test_a_reward_that_raises_and_a_model_without_weights_end_the_run(folder: Path, dense: Path, dataset: Path) -> None:
     (plugin := folder / "raises.py").write_text(RAISES)
     mine = ["--external_plugins", str(plugin), "--reward_funcs", "mine"]

@@ -162,6 +162,7 @@ def test_a_lora_run_killed_in_generation_continues_in_its_version_folder(
     assert saved(folder) == ["checkpoint-3", "checkpoint-6"]
 
 
+@pytest.mark.nightly
 def test_completions_of_a_rollout_killed_halfway_are_not_generated_again(
     inputs: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -105,6 +105,7 @@ def test_the_experts_of_a_conversation_are_those_of_all_its_tokens(folder: Path,
         assert len(rows) == len(line["prompt_ids"]) + len(line["completion_ids"]) - 1
 
 
+@pytest.mark.nightly
 def test_runs_that_could_replay_nothing_are_refused(folder: Path, moe: Path, dense: Path, dataset: Path) -> None:
     run = megatron_rlhf(dense, dataset, folder / "dense", 1, ["--router_replay_mode", "R2"])
     assert run.code != 0 and f"--router_replay_mode R2: --model {dense} is dense" in run.output

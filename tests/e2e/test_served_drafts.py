@@ -116,9 +116,8 @@ def assert_same(found: Mapping[tuple[int, str], Generated], plain: Mapping[tuple
             assert max(abs(a - b) for a, b in zip(logprobs, their_logprobs, strict=True)) < EXACT, key
 
 
-@pytest.mark.parametrize(
-    ("name", "cases"), [("one", tuple(CASES)), pytest.param("two workers", AGAIN, marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "cases"), [("one", tuple(CASES)), ("two workers", AGAIN)])
 def test_a_server_with_drafts_generates_what_one_without_does(
     dense: Path,
     servers: Mapping[str, RolloutServer],

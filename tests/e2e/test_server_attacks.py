@@ -308,6 +308,7 @@ def test_images_and_text_of_an_image_server_are_limited(image_server: RolloutSer
 # ---- what keeps working
 
 
+@pytest.mark.nightly
 def test_weights_that_arrive_slowly_are_no_stuck_engine(
     server: RolloutServer, trainer: RemoteVllm, dense: Path
 ) -> None:

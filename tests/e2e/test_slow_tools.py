@@ -24,7 +24,7 @@ def train(
     return run, [path.read_text().splitlines() for path in sorted(folder.parent.glob(f"{events.name}.*"))]
 
 
-@pytest.mark.parametrize(("env", "ranks"), [("waiting", 1), ("blocking", 2)])
+@pytest.mark.parametrize(("env", "ranks"), [pytest.param("waiting", 1, marks=pytest.mark.nightly), ("blocking", 2)])
 def test_others_run_to_their_ends_while_tools_wait(
     folder: Path, dense: Path, dataset: Path, env: str, ranks: int
 ) -> None:

@@ -109,7 +109,8 @@ def test_a_run_with_drafts_on_two_ranks_generates_what_one_without_does(folder: 
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("where", [pytest.param("merged", marks=pytest.mark.nightly), "in vLLM"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("where", ["merged", "in vLLM"])
 def test_drafts_change_no_completion_of_a_run_that_trains_adapters(folder: Path, dense: Path, where: str) -> None:
     """vLLM samples with merged weights, or with the adapter that each sync sends."""
     dataset = make_dataset(folder / "adapters.jsonl", rows=2)

@@ -21,6 +21,7 @@ def equal(folder: Path, dataset: Path) -> Path:
     return path
 
 
+@pytest.mark.nightly
 def test_a_run_of_equal_groups_warns_once_and_not_again_when_it_resumes(folder: Path, dense: Path, equal: Path) -> None:
     run = megatron_rlhf(dense, equal, folder / "stalled", 1, [*FLAGS, "20"])
     assert run.code == 0, run.output[-4000:]

@@ -98,6 +98,7 @@ def test_all_ranks_of_an_engine_give_up_a_generation_that_takes_too_long(
     assert not list(run.folder.glob("stuck-*.txt")) and time.monotonic() - began < 60
 
 
+@pytest.mark.nightly
 def test_a_reward_function_that_takes_too_long_is_given_up(inputs: tuple[Path, Path, Path]) -> None:
     run = stop(inputs, "reward", "step 2, rank 0, reward", ["--reward_funcs", "judges", "--stop_grace", "16"])
     check_stopped(run, 1)

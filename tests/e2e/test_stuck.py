@@ -71,6 +71,7 @@ def test_the_watchdog_reports_a_stuck_reward_function(inputs: tuple[Path, Path, 
     assert "phase grading: since" in ranks["0"] and "in all_gather" in ranks["0"] and "in _grade" in ranks["0"]
 
 
+@pytest.mark.nightly
 def test_the_watchdog_reports_a_rank_that_is_stuck_in_training(inputs: tuple[Path, Path, Path]) -> None:
     done = run(inputs, "train", ["--phase_timeout", "15"], {"STUCK": "train"}, kills_ranks=True)
     ranks = sections(done)

@@ -23,6 +23,7 @@ WITH_SERVER = "dots1"  # which vLLM runs through classes of transformers
 KINDS = ["gpt_oss", *sorted({*IN_VLLM_ON_CPU, "qwen3_next"} - {"gpt_oss", WITH_SERVER})]  # the first stands for all
 
 
+@pytest.mark.nightly
 def test_a_text_type_is_generated_and_trained_with_a_server(folder: Path, dataset: Path) -> None:
     model = save_text_type(folder / WITH_SERVER, WITH_SERVER)
     server = RolloutServer(model, folder / "server.txt").start()

@@ -43,7 +43,7 @@ def check(run: Finished) -> None:
 @pytest.mark.parametrize(
     ("kind", "ranks", "flags"),
     [
-        ("qwen2_5_vl", 1, EVERYTHING),
+        pytest.param("qwen2_5_vl", 1, EVERYTHING, marks=pytest.mark.nightly),
         ("qwen3_vl", 2, ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"]),
         pytest.param("qwen2_vl", 1, ["--vllm_limit_mm_per_prompt", PLANNED], marks=pytest.mark.nightly),
         pytest.param("qwen3_5", 1, [], marks=pytest.mark.nightly),

@@ -55,7 +55,7 @@ def stop(*_):
     open("stopped", "a").write("x")
     sys.exit(143)
 signal.signal(signal.SIGTERM, stop)
-open("own", "w").write(str(os.getpid()))
+open("own", "a").write(f"{os.getpid()} ")
 time.sleep(600)
 """
 UNTIL_DONE = """
@@ -107,9 +107,10 @@ class Started:
         return [int(pid) for pid in file.read_text().split()] if file.exists() else []
 
 
-def pid_in(file: Path) -> int:
+def pid_in(file: Path, number: int = 1) -> int:
+    """Return the last pid when so many processes have written theirs."""
     end = time.monotonic() + 30
-    while not (file.exists() and file.read_text()):
+    while not (file.exists() and len(file.read_text().split()) >= number):
         assert time.monotonic() < end, f"{file} is not written"
         time.sleep(0.05)
     return int(file.read_text().split()[-1])
@@ -165,7 +166,7 @@ def wait_until_gone(pid: int) -> None:
 
 def test_a_signal_reaches_the_ranks_which_stop(cluster: Cluster, stop: StopRequest, tmp_path: Path) -> None:
     started = Started(tmp_path, stop, (STOPPING, STOPPING))
-    pid_in(tmp_path / "own")
+    pid_in(tmp_path / "own", 2)
     Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
     assert started.until_end(stop) == End(130)
     assert (tmp_path / "stopped").read_text() == "xx"
