@@ -3,7 +3,7 @@
 # first; the first stage that fails ends the run.
 #   scripts/test.sh                             the stages on the locked packages; of dist and e2e a choice, see --short
 #   scripts/test.sh --ci [STAGE...]             all stages or these, also on other versions of megatron-core, without
-#                                               tests marked `nightly`: .ci/run, 25 to 29 minutes. On a busy machine one
+#                                               tests marked `nightly`: .ci/run, 19 to 25 minutes. On a busy machine one
 #                                               test of 7,000 may fail for time: up to three run once more, alone
 #   scripts/test.sh --all [STAGE...]            all tests of all stages or of these, as every night
 #   scripts/test.sh --quick                     checks, short unit and contract files, one layout, one training run

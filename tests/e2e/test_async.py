@@ -23,7 +23,8 @@ IN_FLIGHT = [*AHEAD, "--max_staleness", "2", "--seed_completions", "false", "--i
 
 @pytest.fixture(scope="module")
 def server(folder: Path, dense: Path) -> Iterator[RolloutServer]:
-    running = RolloutServer(dense, folder / "server.txt").start().wait()
+    # Few at once, so that also on a busy machine completions are being generated when weights arrive.
+    running = RolloutServer(dense, folder / "server.txt", ["--vllm_max_num_seqs", "2"]).start().wait()
     yield running
     running.stop()
 
@@ -112,7 +113,7 @@ def test_weights_in_flight_reach_completions_that_are_being_generated(
     rollouts = folder / "rollouts in flight"
     flags = ["--train_iters", "8", "--save_steps", "100", "--lr", "3e-3", "--max_completion_length", "200"]
     run = train(dense, dataset, folder / "in flight", server, [*flags, *IN_FLIGHT, "--rollout_dump", str(rollouts)])
-    assert len(run.log) == 8 and max(step["rollout/staleness_max"] for step in run.log) == 2
+    assert len(run.log) == 8 and 0 < max(step["rollout/staleness_max"] for step in run.log) <= 2
     dumped = [read_json_lines(file) for file in sorted(rollouts.glob("rollout-*.jsonl"))]
     for number, (rows, logged) in enumerate(zip(dumped, run.log, strict=True)):
         spans = [row.get("spans", [[row["weights_version"], sum(row["sampled"] or [1] * len(row["completion_ids"]))]])
