@@ -12,7 +12,8 @@
 #   TIMED="..."   options of `drafts generate`
 #   RESERVE=N     seconds that ITEMS leave to TIMES
 set -euo pipefail
-model=$(cd "$1" && pwd) work=$(mkdir -p "$2" && cd "$2" && pwd) out=$(mkdir -p "$3" && cd "$3" && pwd) end=$((SECONDS + $4))
+model=$(cd "$1" && pwd) # alone, because of several only the last one ends the chain
+work=$(mkdir -p "$2" && cd "$2" && pwd) out=$(mkdir -p "$3" && cd "$3" && pwd) end=$((SECONDS + $4))
 shift 4
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 read -ra gpus <<< "${GPUS:-$(nvidia-smi --query-gpu=index --format=csv,noheader | xargs)}"
