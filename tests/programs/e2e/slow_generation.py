@@ -1,4 +1,4 @@
-"""An external plugin of `swift rollout`: a completion takes at least SECONDS, however small the model is."""
+"""An external plugin of `swift rollout`: completions of a request take at least SECONDS, however small the model is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from swift_megatron_grpo.generation.server.routes import RolloutRoutes
 
-generate = RolloutRoutes.generate
+generate = RolloutRoutes.generate_batch
 
 
 @wraps(generate)
@@ -18,4 +18,4 @@ async def generate_slowly(*args: Any, **kwargs: Any) -> Any:
     return response
 
 
-RolloutRoutes.generate = generate_slowly  # type: ignore[method-assign]
+RolloutRoutes.generate_batch = generate_slowly  # type: ignore[method-assign]
