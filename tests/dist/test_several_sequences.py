@@ -63,7 +63,7 @@ def test_sequences_of_a_conversation_train_like_the_whole_of_it(
 
 @pytest.mark.parametrize(
     ("kind", "tuner", "layout"),
-    [case for case in rest_nightly(CASES, CHOSEN) if "shared" in str(case)],
+    rest_nightly(*([case for case in cases if "shared" in case[2]] for cases in (CASES, CHOSEN))),
 )
 def test_what_sequences_have_in_common_is_trained_once(
     runs: dict[tuple[str, str], Path], kind: str, tuner: str, layout: str

@@ -19,7 +19,7 @@ from tests.support.servers import RolloutServer
 
 SCRIPTS = published_scripts()
 NAMES = sorted(set(SCRIPTS) - set(NOT_RUN))
-# Dense and experts, full and LoRA, text and images, a server, an environment, a teacher, a YAML file.
+# Dense and experts, full and LoRA, text and images, a server, an environment, a YAML file; others at night.
 CHOSEN = ["frozen_lake_server", "moe_colocate_lora", "ray_grpo_colocate"]
 SECONDS_OF_CHECK = 30
 REHEARSE = """
