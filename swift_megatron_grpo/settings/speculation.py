@@ -25,16 +25,15 @@ class Speculation(Flags):
         "history: vLLM generates the same completions in fewer steps. It verifies drafts of their next tokens, from "
         "the prompt, the group's other completions, and earlier completions of the prompt. A draft is accepted only "
         "where it is the token that would be sampled anyway, so --seed_completions true is required. Servers need this "
-        "flag and --speculative_tokens as well. On a GPU, the first model runner of vLLM generates, without "
-        "asynchronous scheduling. mtp: the drafts come from the model's own layers of multi-token prediction (Qwen3.5, "
-        "Qwen3-Next), and every rollout is compared with the trainer; --mtp_num_layers 1 trains the layer of a "
-        "Qwen3.5. docs/speculation.md says when it pays. Default: off.",
+        "flag and --speculative_tokens as well. mtp: the drafts come from the model's own layers of multi-token "
+        "prediction (Qwen3.5, Qwen3-Next), and every rollout is compared with the trainer; --mtp_num_layers 1 trains "
+        "the layer of a Qwen3.5. docs/speculation.md says when it pays. Default: off.",
     )
     speculative_tokens: Annotated[int, Range(1, 4, high=16)] = flag(
         4,
         "With --speculative_rollouts: the most drafts of a request in a step. With history a step verifies at most 64 "
-        "of all requests together: 4 each while 16 run, 1 each while 64 run, none while more do. With mtp every "
-        "request always has as many. Default: 4.",
+        "of all requests together: 4 each while 16 run, 1 each while 64 run, none while more do. On a GPU a request "
+        "has 1, 3, 7 or 15, the largest of these that fits. With mtp every request always has as many. Default: 4.",
         example="8",
     )
     seed_completions: bool

@@ -54,6 +54,7 @@ class FastOutputs:
         self._prompt_outputs = ("prompt_logprobs_dict", *known.other_prompt_outputs)
         self._counts_in_flight = known.counts_in_flight
         self._is_async = isinstance(scheduler, AsyncScheduler)
+        self._verifies = scheduler.num_spec_tokens > 0
 
     def __call__(self, scheduler_output: Any, model_output: Any) -> dict[int, Any]:
         """Return what `update_from_output` returns, without the outputs that are held back."""
@@ -61,7 +62,7 @@ class FastOutputs:
             outputs: dict[int, Any] = self._stock(scheduler_output, model_output)
             self._pass_on(outputs, [])
             return outputs
-        rest, full = self._append(scheduler_output.num_scheduled_tokens, model_output)
+        rest, full = self._append(scheduler_output, model_output)
         left = copy(scheduler_output)
         left.num_scheduled_tokens = rest
         outputs = self._stock(left, model_output)
@@ -74,18 +75,21 @@ class FastOutputs:
         logprobs = model_output.logprobs
         return (
             bool(model_output.sampled_token_ids)
-            and not scheduler_output.scheduled_spec_decode_tokens
+            and (self._verifies or not scheduler_output.scheduled_spec_decode_tokens)
             and not model_output.pooler_output
             and model_output.kv_connector_output is None
             and not model_output.num_nans_in_logits  # the first runner returns an empty one
             and not any(getattr(model_output, name) for name in self._prompt_outputs)
             and (
                 logprobs is None
-                or (logprobs.cu_num_generated_tokens is None and logprobs.logprob_token_ids.shape[1] == 1)
+                or (
+                    (self._verifies or logprobs.cu_num_generated_tokens is None)
+                    and logprobs.logprob_token_ids.shape[1] == 1
+                )
             )
         )
 
-    def _append(self, scheduled: dict[str, int], model_output: Any) -> tuple[dict[str, int], list[RunningRequest]]:
+    def _append(self, scheduled: Any, model_output: Any) -> tuple[dict[str, int], list[RunningRequest]]:
         """Append the tokens that vLLM need not see. Return the requests left to it, and those with a full batch."""
         scheduler, known_requests = self._scheduler, self._running
         manager = scheduler.kv_cache_manager
@@ -94,18 +98,22 @@ class FastOutputs:
         requests, rows, sampled = scheduler.requests, model_output.req_id_to_index, model_output.sampled_token_ids
         is_async, counts_in_flight, stale_output = self._is_async, self._counts_in_flight, self._stale_output
         embedded = scheduler.encoder_cache_manager.get_cached_input_ids
-        logprob_tokens, logprobs, ranks = _columns(model_output.logprobs)
+        logprob_tokens, logprobs, ranks, begins = _columns(model_output.logprobs)
+        drafts = scheduled.scheduled_spec_decode_tokens
         rest: dict[str, int] = {}
         full: list[RunningRequest] = []
-        for request_id, count in scheduled.items():
+        for request_id, count in scheduled.num_scheduled_tokens.items():
             running = known_requests.get(request_id)
             row = rows[request_id]
             new = sampled[row]
-            if running is None or len(new) != 1:
+            drafted = len(drafts.get(request_id, ()))
+            if running is None or not 0 < len(new) <= drafted + 1:
                 rest[request_id] = count
                 continue
-            request, tokens, [token] = running.request, running.tokens, new
+            request, tokens = running.request, running.tokens
             with_logprob = running.has_logprobs
+            first = row if begins is None else begins[row]  # of its log-probs
+            end = first + len(new)
             if (
                 not running.may_be_held
                 or requests.get(request_id) is not request
@@ -113,27 +121,32 @@ class FastOutputs:
                 or stale_output(request)
                 or request.prefill_stats is not None
                 or (running.tokens_with_images and embedded(request))  # some may be freed
-                or token in running.stop_tokens
-                or len(tokens) + 1 >= running.most_tokens
-                or (with_logprob and (logprob_tokens is None or logprob_tokens[row] != token))
+                or not running.stop_tokens.isdisjoint(new)
+                or len(tokens) + len(new) >= running.most_tokens
+                or (with_logprob and (logprob_tokens is None or logprob_tokens[first:end] != new))
+                or (drafted and request.spec_decode_metrics is not None)
             ):
                 rest[request_id] = count
                 continue
-            running.output.append(token)
-            tokens.append(token)
+            running.output.extend(new)
+            tokens.extend(new)
+            if drafted:
+                rejected = drafted + 1 - len(new)
+                request.num_computed_tokens -= rejected
+                request.num_output_placeholders -= rejected
             if request._block_hasher is not None and (len(request.block_hashes) + 1) * block_size <= len(tokens):
                 request.update_block_hashes()
             if counts_in_flight:
                 request.num_in_flight_tokens -= count
             if is_async:
-                request.num_output_placeholders -= 1
+                request.num_output_placeholders -= len(new)
                 assert request.num_output_placeholders >= 0
                 computed = request.num_computed_tokens - request.num_output_placeholders
                 if caches and computed // block_size > cached.get(request_id, 0):
                     manager.cache_blocks(request, computed)
             if with_logprob:
-                running.logprobs.append(logprobs[row])
-                running.ranks.append(ranks[row])
+                running.logprobs.extend(logprobs[first:end])
+                running.ranks.extend(ranks[first:end])
             if len(running.output) - running.sent >= BATCH:
                 full.append(running)
         return rest, full
@@ -159,13 +172,15 @@ class FastOutputs:
             outputs[0] = EngineCoreOutputs(outputs=passed)
 
 
-def _columns(logprobs: Any) -> tuple[Any, Any, Any]:
+def _columns(logprobs: Any) -> tuple[Any, Any, Any, Any]:
+    """Return the tokens, log-probs and ranks of all rows, and where those of each request begin; None: one row each."""
     if logprobs is None:
-        return None, None, None
+        return None, None, None, None
     return (
         logprobs.logprob_token_ids[:, 0].tolist(),
         logprobs.logprobs[:, 0].tolist(),
         logprobs.sampled_token_ranks.tolist(),
+        logprobs.cu_num_generated_tokens,
     )
 
 

@@ -1,4 +1,4 @@
-"""Schedules a step in which every running request gets one token, which is almost every step of a rollout.
+"""Schedules a step in which every running request gets one token and its drafts, as in almost every step of a rollout.
 
 vLLM's scheduler goes through all of its features for each request: 5 microseconds each, so 0.6 ms a step for 128
 requests. Most requests need nothing in such a step, neither a block of the cache nor the hash of a full one, which
@@ -93,6 +93,8 @@ class FastSchedule:
         self._keeps_eligible_step = self._is_async and scheduler.use_v2_model_runner
         self._tracks_previous = known.always_tracks_previous or not scheduler.use_v2_model_runner
         self._most_tokens = min(scheduler.max_num_scheduled_tokens, scheduler.scheduler_config.max_num_batched_tokens)
+        # Drafts of a request by the number of scheduled ones. The device looks for them, so here they are placeholders.
+        self._depths: list[int] | None = scheduler.dynamic_sd_lookup if scheduler.num_spec_tokens else None
 
     def __call__(self, *throttle: bool) -> Any:
         """Return what `schedule` returns, with the same changes of the scheduler's state."""
@@ -121,14 +123,15 @@ class FastSchedule:
             and (waiting == 0 or running >= getattr(scheduler, self._known.most_running))
         )
 
-    def _choose(self) -> list[tuple[RunningRequest, bool]]:
-        """Return the requests that get a token, and whether their blocks change; nothing: vLLM must schedule."""
+    def _choose(self) -> list[tuple[RunningRequest, int, bool]]:
+        """Return the requests with tokens, how many each, and whether blocks change; nothing: vLLM must schedule."""
         scheduler, known_requests = self._scheduler, self._running
         blocks, cached = self._blocks_of_requests.req_to_blocks, self._blocks_of_requests.num_cached_block
         block_size, longest, caches = self._blocks_of_requests.block_size, scheduler.max_model_len, self._caches
         next_step = scheduler.current_step + 1
+        drafts = self._depths is not None
         chosen = []
-        new_blocks = 0
+        new_blocks = total = 0
         for request in scheduler.running:
             request_id = request.request_id
             running = known_requests.get(request_id)
@@ -137,22 +140,24 @@ class FastSchedule:
             computed, placeholders = request.num_computed_tokens, request.num_output_placeholders
             if placeholders > 0 and computed + 2 - placeholders >= running.most_by_params:
                 continue  # its last token is being generated
-            tokens = len(running.tokens)
+            tokens, count = len(running.tokens), 1 + len(request.spec_token_ids)
             own = blocks.get(request_id)
             if (
                 not running.may_be_scheduled
                 or own is None
                 or tokens + placeholders - computed != 1
-                or request.spec_token_ids
+                or (count > 1 and not drafts)
                 or computed < running.tokens_with_images
-                or computed + 2 > longest
+                or computed + count + 1 > longest
                 or next_step < request.next_decode_eligible_step
             ):
                 return []
-            needs_block = computed >= len(own) * block_size
-            new_blocks += needs_block
-            chosen.append((running, needs_block or (caches and tokens // block_size > cached.get(request_id, 0))))
-        return chosen if new_blocks <= self._pool.get_num_free_blocks() else []
+            missing = max(-(-(computed + count) // block_size) - len(own), 0)
+            new_blocks += missing
+            total += count
+            changes_blocks = missing > 0 or (caches and tokens // block_size > cached.get(request_id, 0))
+            chosen.append((running, count, changes_blocks))
+        return chosen if new_blocks <= self._pool.get_num_free_blocks() and total <= self._most_tokens else []
 
     def _schedule_nothing(self, *throttle: bool) -> Any:
         """Let vLLM schedule a step in which no request runs and none may start."""
@@ -166,33 +171,40 @@ class FastSchedule:
             scheduler.running = running
             setattr(scheduler, limit, most_running)
 
-    def _add(self, output: Any, chosen: list[tuple[RunningRequest, bool]], previous: set[str] | None) -> None:
-        """Give each request its token, and add it to the output."""
+    def _add(self, output: Any, chosen: list[tuple[RunningRequest, int, bool]], previous: set[str] | None) -> None:
+        """Give each request its tokens, and add it to the output."""
         scheduler, data = self._scheduler, output.scheduled_cached_reqs
         allocate = scheduler.kv_cache_manager.allocate_slots
         is_async, keeps_eligible_step = self._is_async, self._keeps_eligible_step
         counts_in_flight = self._known.counts_in_flight
         eligible_step = scheduler.current_step + self._stagger
-        for running, changes_blocks in chosen:
+        if self._depths is not None:
+            depth = output.num_spec_tokens_to_schedule = self._depths[len(chosen)]
+            scheduler._spec_token_placeholders = [-1] * depth
+        for running, count, changes_blocks in chosen:
             request = running.request
             computed, placeholders = request.num_computed_tokens, request.num_output_placeholders
-            new_blocks = allocate(request, 1).get_block_ids(allow_none=True) if changes_blocks else None
+            new_blocks = allocate(request, count).get_block_ids(allow_none=True) if changes_blocks else None
             data.req_ids.append(request.request_id)
             data.new_block_ids.append(new_blocks)
             data.num_computed_tokens.append(computed)
             data.num_output_tokens.append(len(running.output) + placeholders)
             if previous is not None and request.request_id not in previous:
                 data.all_token_ids[request.request_id] = running.tokens.copy()
-            request.num_computed_tokens = computed + 1
+            output.num_scheduled_tokens[request.request_id] = count
+            if self._depths is not None:
+                if count > 1:
+                    output.scheduled_spec_decode_tokens[request.request_id] = request.spec_token_ids
+                request.spec_token_ids = scheduler._spec_token_placeholders
+            request.num_computed_tokens = computed + count
             request.is_prefill_chunk = False
             if is_async:
-                request.num_output_placeholders = placeholders + 1
+                request.num_output_placeholders = placeholders + count
                 if keeps_eligible_step:
                     request.next_decode_eligible_step = eligible_step
             if counts_in_flight:
-                request.num_in_flight_tokens += 1
-        output.num_scheduled_tokens.update(dict.fromkeys(data.req_ids, 1))
-        output.total_num_scheduled_tokens = len(chosen)
+                request.num_in_flight_tokens += count
+            output.total_num_scheduled_tokens += count
         if previous is not None:
             scheduler.prev_step_scheduled_req_ids.update(data.req_ids)
         if self._known.has_common_prefix:

@@ -28,7 +28,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from vllm.v1.request import Request
 
 _OFF = (
-    "log_stats connector ec_connector use_pp use_eagle num_spec_tokens num_lookahead_tokens is_encoder_decoder "
+    "log_stats connector ec_connector use_pp use_eagle num_lookahead_tokens is_encoder_decoder "
     "need_mamba_block_aligned_split needs_kv_cache_zeroing"
 )
 
@@ -49,6 +49,7 @@ class KnownScheduler:
     counts_in_flight: bool = False  # a request counts its tokens in flight
     has_common_prefix: bool = True  # the scheduler's output has the blocks that all requests have in common
     always_tracks_previous: bool = False  # the requests of the previous step are kept for both model runners
+    drafts_on_device: bool = False  # as many as the number of requests says, in the asynchronous scheduler
 
 
 KNOWN = {
@@ -64,6 +65,7 @@ KNOWN = {
         other_prompt_outputs=("prompt_token_id_logprobs_dict",),
         counts_in_flight=True,
         has_common_prefix=False,
+        drafts_on_device=True,
     ),
 }
 
@@ -120,7 +122,14 @@ def known_scheduler(scheduler: Any) -> KnownScheduler | None:
 
 
 def _fits(scheduler: Any, known: KnownScheduler) -> bool:
-    """Return True if the scheduler's settings are covered: text, one kind of attention, one token a step."""
+    """Return True if the settings are covered: text, one kind of attention, drafts by the device if any."""
+    if scheduler.num_spec_tokens and not (
+        known.drafts_on_device
+        and type(scheduler) is AsyncScheduler
+        and scheduler.use_v2_model_runner
+        and scheduler.dynamic_sd_lookup is not None
+    ):
+        return False
     off = f"{_OFF} {known.off}".split()
     if any(getattr(scheduler, name) for name in off) or scheduler.finished_req_ids_dict is not None:
         return False

@@ -22,6 +22,7 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import sha256
+from vllm.v1.core.block_pool import BlockHashToBlockMap
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock, get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -32,6 +33,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+
+from swift_megatron_grpo.generation.vllm.device_drafts import engine_settings
 
 BLOCK = 4
 LONGEST = 96
@@ -50,6 +53,7 @@ class Setting:
     batched: int = 512
     caches: bool = True
     extra_columns: int = 0  # beside the log-prob of the sampled token
+    drafts: int = 0  # of a request at most
 
 
 class ScheduledRun:
@@ -68,6 +72,7 @@ class ScheduledRun:
         self.processor = OutputProcessor(None, log_stats=False)
         self.passed_on: list[list[tuple[str, int]]] = []  # ids and tokens that reach the output processor in a step
         self._in_flight: deque[Any] = deque()
+        self._rejected: dict[str, int] = {}  # drafts of the last step, which the scheduler may not know yet
         self._seen: dict[str, list[int]] = {}  # tokens of the prompt, computed tokens
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256) if setting.caches else None
@@ -118,24 +123,30 @@ class ScheduledRun:
         for new in scheduled.scheduled_new_reqs:
             tokens = new.prefill_token_ids if new.prefill_token_ids is not None else new.prompt_token_ids
             self._seen[new.req_id] = [len(tokens), new.num_computed_tokens]
-        data = scheduled.scheduled_cached_reqs
+        data, rejected = scheduled.scheduled_cached_reqs, self._rejected if self._in_flight else {}
+        self._rejected = {}
         for name, computed, output in zip(data.req_ids, data.num_computed_tokens, data.num_output_tokens, strict=True):
-            self._seen[name][1] = computed
+            self._seen[name][1] = computed - rejected.get(name, 0)
             if name in data.resumed_req_ids:
                 self._seen[name][0] = len(self.scheduler.requests[name].prompt_token_ids) + output
         names = list(scheduled.num_scheduled_tokens)
         random.Random(len(names)).shuffle(names)  # a runner has an order of its own
         sampled, columns = [], self.setting.extra_columns + 1
-        shape = (len(names), columns)
-        ids, values, ranks = np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(len(names), np.int64)
+        drafted = [len(scheduled.scheduled_spec_decode_tokens.get(name, ())) for name in names]
+        begins = [0, *np.cumsum([1 + drafts for drafts in drafted]).tolist()]  # rows, one behind each draft
+        shape = (begins[-1], columns)
+        ids, values, ranks = np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(begins[-1], np.int64)
         prompts: dict[str, Any] = {}
-        for row, name in enumerate(names):
-            end = self._seen[name][1] + scheduled.num_scheduled_tokens[name]
-            self._seen[name][1] = end
-            generator = np.random.default_rng([len(name), *name.encode(), end])
-            ids[row], values[row] = generator.integers(2, VOCABULARY, columns), generator.normal(size=columns)
-            ranks[row] = generator.integers(1, 9)
-            sampled.append([int(ids[row, 0])] if end >= self._seen[name][0] else [])
+        for name, drafts, begin in zip(names, drafted, begins, strict=False):
+            first = self._seen[name][1] + scheduled.num_scheduled_tokens[name] - drafts
+            for row, end in enumerate(range(first, first + drafts + 1), begin):
+                generator = np.random.default_rng([len(name), *name.encode(), end])
+                ids[row], values[row] = generator.integers(2, VOCABULARY, columns), generator.normal(size=columns)
+                ranks[row] = generator.integers(1, 9)
+            accepted = int(ids[begin, 0]) % (drafts + 1)
+            end = self._seen[name][1] = first + accepted
+            self._rejected[name] = drafts - accepted
+            sampled.append(ids[begin : begin + accepted + 1, 0].tolist() if end >= self._seen[name][0] else [])
             prompt = self.scheduler.requests[name].num_prompt_tokens if name in self.scheduler.requests else 0
             if name.startswith("scored") and end == prompt:
                 prompts[name] = LogprobsTensors(
@@ -146,7 +157,7 @@ class ScheduledRun:
             req_ids=names,
             req_id_to_index={name: row for row, name in enumerate(names)},
             sampled_token_ids=sampled,
-            logprobs=LogprobsLists(ids, values, ranks, None) if names else None,
+            logprobs=LogprobsLists(ids, values, ranks, begins if any(drafted) else None) if names else None,
             prompt_logprobs_dict=prompts,
             num_nans_in_logits=None if self.setting.v2_runner else {},
         )
@@ -169,6 +180,7 @@ def _config(setting: Setting, folder: Path) -> Any:
         model=str(folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=LONGEST,
         max_num_seqs=setting.most_running, max_num_batched_tokens=setting.batched,
         enable_prefix_caching=setting.caches, disable_log_stats=True,
+        **(engine_settings(setting.drafts, setting.most_running) if setting.drafts else {}),
     ).create_engine_config()  # fmt: skip
     config.cache_config.num_gpu_blocks = setting.blocks
     config.scheduler_config.async_scheduling = setting.is_async
@@ -204,6 +216,8 @@ def _plain(value: Any) -> Any:
             for name, item in sorted(vars(value).items())
             if name not in _NOT_OF_A_REQUEST
         ]
+    if isinstance(value, BlockHashToBlockMap):  # in which vLLM looks up hashes, in no order
+        return sorted(_plain(value._cache))
     if isinstance(value, Mapping):
         return [(str(key), _plain(item)) for key, item in value.items()]
     if isinstance(value, set | frozenset):

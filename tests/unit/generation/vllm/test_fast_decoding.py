@@ -110,6 +110,8 @@ SETTINGS = {
     "uncached_and_preempted": {"caches": False, "blocks": 45},
     "more_logprobs": {"extra_columns": 2},
 }
+DRAFTED = {"roomy": {}, "preempted": {"blocks": 45}, "waiting_and_preempted": {"most_running": 8, "blocks": 40},
+           "chunked": {"batched": 32}, "uncached": {"caches": False}, "few_each": {"most_running": 40}}  # fmt: skip
 
 
 @pytest.mark.parametrize("runner", RUNNERS, ids=["async2", "async1", "sync1", "sync2"])
@@ -117,8 +119,17 @@ SETTINGS = {
 def test_every_step_is_that_of_vllm(name: str, runner: dict[str, bool], folder: Path) -> None:
     """Requests that come and go in between change nothing."""
     setting = replace(Setting(), **SETTINGS[name], **runner)
+    compare(name, setting, folder, seeds=2 if setting.is_async and setting.v2_runner else 1)
+
+
+@pytest.mark.parametrize("name", DRAFTED)
+def test_every_step_with_drafts_is_that_of_vllm(name: str, folder: Path) -> None:
+    compare(name, replace(Setting(), drafts=3, **DRAFTED[name]), folder, seeds=2)
+
+
+def compare(name: str, setting: Setting, folder: Path, seeds: int) -> None:
     preempted = False
-    for seed in range(2 if setting.is_async and setting.v2_runner else 1):
+    for seed in range(seeds):
         generator = random.Random(f"{name} {seed}")
         pair = Pair(setting, folder)
         names = [f"r{index}" for index in range(16)]
@@ -151,8 +162,19 @@ def test_most_steps_are_fast_and_few_reach_the_output_processor(runner: dict[str
     assert len([step for step in pair.stock.passed_on for _ in step]) == 16 * 64
 
 
-@pytest.mark.parametrize("is_async", [True, False])
-def test_what_stops_a_request_is_judged_by_vllm(is_async: bool, folder: Path) -> None:
+def test_most_steps_with_drafts_are_fast(folder: Path) -> None:
+    pair = Pair(Setting(drafts=3), folder)
+    for index in range(24):  # 1 draft each, and 3 each when some have ended
+        values = {"max_tokens": 30 + index, "logprobs": 0, "output_kind": FINAL, "ignore_eos": True}
+        pair.both(lambda run, i=index, values=values: run.add(f"r{i}", [3] * (i + 5), params(**values)))
+    reports = pair.finish()
+    assert sorted(len(report[4]) for report in reports) == list(range(30, 54))
+    assert pair.slow_steps <= 2 and pair.steps < 50
+    assert len([step for step in pair.fast.passed_on for _ in step]) < 24 * 4
+
+
+@pytest.mark.parametrize(("is_async", "drafts"), [(True, 0), (False, 0), (True, 3)])
+def test_what_stops_a_request_is_judged_by_vllm(is_async: bool, drafts: int, folder: Path) -> None:
     stops = [
         {"stop_token_ids": [token], "min_tokens": least, "ignore_eos": ignore}
         for token in (3, 4, 5)
@@ -160,7 +182,7 @@ def test_what_stops_a_request_is_judged_by_vllm(is_async: bool, folder: Path) ->
         for ignore in (True, False)
     ]
     stops += [{"max_tokens": 1}, {"max_tokens": 2}, {"max_tokens": 3}, {"max_tokens": 500}]  # more than the model takes
-    pair = Pair(Setting(is_async=is_async), folder)
+    pair = Pair(Setting(is_async=is_async, drafts=drafts), folder)
     for index, stop in enumerate(stops):
         values = {"max_tokens": 60, "logprobs": 0, "output_kind": FINAL, **stop}
         pair.both(lambda run, i=index, values=values: run.add(f"r{i}", [3 + i] * 6, params(**values)))
@@ -223,6 +245,8 @@ def test_other_schedulers_and_settings_are_left_to_vllm(folder: Path, monkeypatc
     for name in ("log_stats", "connector", "use_eagle", "num_spec_tokens", "use_pp", "dcp_world_size"):
         assert not fits(**{name: 2}), name
     assert not fits(finished_req_ids_dict={})
+    drafts = {"num_spec_tokens": 3, "dynamic_sd_lookup": [3] * 33}
+    assert fits(**drafts) and not fits(**drafts, use_v2_model_runner=False)
 
     scheduler = ScheduledRun(Setting(), folder).scheduler
     scheduler.__class__ = type("Other", (type(scheduler),), {})
