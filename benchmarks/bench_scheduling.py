@@ -101,6 +101,10 @@ def main() -> int:
         return time.perf_counter() - began
 
     measured: dict[int, dict[str, list[float]]] = {}
+    device = torch.cuda.get_device_name() if torch.version.cuda else "cpu"
+    report = {"model": args.model, "device": device, "tokens": args.tokens, "prompt_tokens": args.prompt_tokens,
+              "seconds": measured}  # fmt: skip
+    args.json.parent.mkdir(parents=True, exist_ok=True)
     for completions in args.completions:
         cases = [(way, logprobs) for way in (OURS, STOCK) for logprobs in (None, 0)]
         seconds: dict[str, list[float]] = {}
@@ -112,11 +116,7 @@ def main() -> int:
                     seconds.setdefault(name, []).append(taken)
         measured[completions] = seconds
         print(args.model, completions, {name: round(median(times), 3) for name, times in seconds.items()}, flush=True)
-    device = torch.cuda.get_device_name() if torch.version.cuda else "cpu"
-    report = {"model": args.model, "device": device, "tokens": args.tokens, "prompt_tokens": args.prompt_tokens,
-              "seconds": measured}  # fmt: skip
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(report, indent=1) + "\n")
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
     sys.stdout.flush()
     os._exit(0)  # vLLM's threads may outlive their engine
 
