@@ -111,7 +111,7 @@ SETTINGS = {
     "more_logprobs": {"extra_columns": 2},
 }
 DRAFTED = {"roomy": {}, "preempted": {"blocks": 45}, "waiting_and_preempted": {"most_running": 8, "blocks": 40},
-           "chunked": {"batched": 32}, "uncached": {"caches": False}, "few_each": {"most_running": 40}}  # fmt: skip
+           "chunked": {"batched": 32}, "uncached": {"caches": False}}  # fmt: skip
 
 
 @pytest.mark.parametrize("runner", RUNNERS, ids=["async2", "async1", "sync1", "sync2"])
