@@ -34,10 +34,13 @@ def read_runs(repository: Path, files: str = FILES) -> list[Run]:
     return [json.loads(file.read_text()) for file in sorted(repository.glob(files))]
 
 
+def is_trained(run: Run) -> bool:
+    return run["exit_code"] == 0 and len(run["reward"]) == run["settings"]["steps"]
+
+
 def is_complete(run: Run) -> bool:
-    steps = run["settings"]["steps"]
-    is_scored = bool(run["held_out"]) and run["held_out"][-1]["step"] == steps
-    return run["exit_code"] == 0 and len(run["reward"]) == steps and is_scored
+    """Return whether a run was trained and its last weights scored."""
+    return is_trained(run) and bool(run["held_out"]) and run["held_out"][-1]["step"] == run["settings"]["steps"]
 
 
 def is_timed(run: Run) -> bool:
@@ -45,12 +48,12 @@ def is_timed(run: Run) -> bool:
 
 
 def by_arm(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Return the complete runs of each trainer by seed; raise ValueError if they cannot be compared."""
-    complete = sorted((run for run in runs if is_complete(run)), key=lambda run: run["seed"])
-    settings = {json.dumps(run["settings"], sort_keys=True) for run in complete}
+    """Return the trained runs of each trainer by seed; raise ValueError if they cannot be compared."""
+    trained = sorted((run for run in runs if is_trained(run)), key=lambda run: run["seed"])
+    settings = {json.dumps(run["settings"], sort_keys=True) for run in trained}
     if len(settings) > 1:
         raise ValueError(f"learn: runs with different settings cannot be compared: {' and '.join(sorted(settings))}")
-    arms = {arm: [run for run in complete if run["arm"] == arm] for arm in ARMS}
+    arms = {arm: [run for run in trained if run["arm"] == arm] for arm in ARMS}
     for arm, of_arm in arms.items():
         seeds = [run["seed"] for run in of_arm]
         if len(set(seeds)) < len(seeds):
@@ -68,11 +71,10 @@ def rewards(runs: Sequence[Run], of_step: float | None) -> list[Point]:
 
 
 def accuracies(runs: Sequence[Run], of_step: float | None) -> list[Point]:
-    """Return the held-out accuracy before training and of all weights that were saved."""
-    steps = [point["step"] for point in runs[0]["held_out"]] if runs else []
-    return [
-        _point(step, of_step, [run["held_out"][place]["accuracy"] for run in runs]) for place, step in enumerate(steps)
-    ]
+    """Return the held-out accuracy before training and of all weights that were saved, of the runs that have it."""
+    scored = [run["held_out"] for run in runs if is_complete(run)]
+    steps = [point["step"] for point in scored[0]] if scored else []
+    return [_point(step, of_step, [held[place]["accuracy"] for held in scored]) for place, step in enumerate(steps)]
 
 
 def _point(step: int, of_step: float | None, values: Sequence[float]) -> Point:

@@ -26,7 +26,7 @@ def draw(rewards: Mapping[str, Sequence[Point]], accuracies: Mapping[str, Sequen
         _panel(lines, f"{name} over {axis}s", (column, row))
         for row, (name, bands) in enumerate(rows)
         for column, (axis, of) in enumerate(_AXES.items())
-        if (lines := {arm: _line(bands[arm], of) for arm in shown if None not in map(of, bands[arm])})
+        if (lines := {arm: _line(bands[arm], of) for arm in shown if bands[arm] and None not in map(of, bands[arm])})
     ]
     size = f'viewBox="0 0 {LEFT + 2 * PLOT + GAP + 20} {TOP + 2 * HEIGHT + BELOW + 46}"'
     return document(size, 13, [_legend(shown), *panels])

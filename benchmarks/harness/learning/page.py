@@ -23,6 +23,7 @@ from .bands import (
     accuracies,
     by_arm,
     is_complete,
+    is_trained,
     read_runs,
     rewards,
     seconds_per_step,
@@ -114,11 +115,11 @@ def of_repository(repository: Path) -> dict[Path, str]:
 
 
 def files(runs: Sequence[Run], timed: Sequence[Run], choice: dict[str, Any] | None) -> dict[Path, str]:
-    """Return the page, and its chart if a trainer has a complete run, by their paths in the repository."""
+    """Return the page, and its chart if a trainer has trained, by their paths in the repository."""
     arms = by_arm(runs)
-    complete = [run for of_arm in arms.values() for run in of_arm]
-    settings = Settings(**complete[0]["settings"]) if complete else Settings()
-    if choice and complete and any(choice[name] != getattr(settings, name) for name in CHOSEN):
+    trained = [run for of_arm in arms.values() for run in of_arm]
+    settings = Settings(**trained[0]["settings"]) if trained else Settings()
+    if choice and trained and any(choice[name] != getattr(settings, name) for name in CHOSEN):
         raise ValueError(f"learn: the runs do not have the {' and '.join(CHOSEN)} of {CHOICE}")
     seconds = {arm: seconds_per_step(timed, arm) for arm in ARMS}
     of_step = {arm: statistics.median(seconds[arm]) if seconds[arm] else None for arm in ARMS}
@@ -127,29 +128,32 @@ def files(runs: Sequence[Run], timed: Sequence[Run], choice: dict[str, Any] | No
     )
     sections = [
         INTRODUCTION,
-        *(["![Reward and held-out accuracy over steps and over seconds](learning.svg)\n"] if complete else []),
+        *(["![Reward and held-out accuracy over steps and over seconds](learning.svg)\n"] if trained else []),
         f"## Results\n\n{_results(arms, seconds)}",
         *_not_run(arms, runs, timed),
-        *([_rewards(of_reward), _accuracies(of_accuracy)] if complete else []),
+        *([_rewards(of_reward)] if trained else []),
+        *([_accuracies(of_accuracy)] if any(of_accuracy.values()) else []),
         METHOD,
         f"{CHOOSING}\n{_candidates(choice)}",
         DIFFERENCES,
         _commands(arms, settings),
     ]
-    return {PAGE: "\n".join(sections)} | ({CHART: draw(of_reward, of_accuracy)} if complete else {})
+    return {PAGE: "\n".join(sections)} | ({CHART: draw(of_reward, of_accuracy)} if trained else {})
 
 
 def _results(arms: Mapping[str, list[Run]], seconds: Mapping[str, list[float]]) -> str:
-    def mean(of: Callable[[Run], float], form: str) -> Callable[[str], str]:
+    scored = {arm: [run for run in runs if is_complete(run)] for arm, runs in arms.items()}
+
+    def mean(arms: Mapping[str, list[Run]], of: Callable[[Run], float], form: str) -> Callable[[str], str]:
         return lambda arm: format(statistics.fmean(map(of, arms[arm])), form) if arms[arm] else NOT_RUN
 
     columns: dict[str, Callable[[str], str]] = {
         "trainer": lambda arm: NAMES[arm],
         "seeds": lambda arm: ", ".join(str(run["seed"]) for run in arms[arm]) or NOT_RUN,
         "GPU": lambda arm: ", ".join(sorted({run["device"] for run in arms[arm]})) or NOT_RUN,
-        f"reward, last {WINDOW} steps": mean(lambda run: statistics.fmean(run["reward"][-WINDOW:]), ".3f"),
-        "accuracy before": mean(lambda run: run["held_out"][0]["accuracy"], ".1%"),
-        "after": mean(lambda run: run["held_out"][-1]["accuracy"], ".1%"),
+        f"reward, last {WINDOW} steps": mean(arms, lambda run: statistics.fmean(run["reward"][-WINDOW:]), ".3f"),
+        "accuracy before": mean(scored, lambda run: run["held_out"][0]["accuracy"], ".1%"),
+        "after": mean(scored, lambda run: run["held_out"][-1]["accuracy"], ".1%"),
         "s a step": lambda arm: _seconds(seconds[arm]),
     }
     return table(columns, ARMS)
@@ -167,10 +171,16 @@ def _not_run(arms: Mapping[str, list[Run]], runs: Sequence[Run], timed: Sequence
     lines = [f"* {NAMES[arm]}: {NOT_RUN} with seeds {', '.join(map(str, missing))}." for arm, missing in seeds.items()
              if missing]  # fmt: skip
     lines += [
-        f"* {NAMES[run['arm']]}, seed {run['seed']}: ended after {len(run['reward'])} of {run['settings']['steps']} "
-        f"steps and {len(run['held_out'])} accuracies (exit code {run['exit_code']}); not in the table."
+        f"* {NAMES[run['arm']]}, seed {run['seed']}: its GPU was given back before its weights were scored, so the "
+        "accuracies are those of the other seeds."
         for run in runs
-        if not is_complete(run)
+        if is_trained(run) and not is_complete(run)
+    ]
+    lines += [
+        f"* {NAMES[run['arm']]}, seed {run['seed']}: ended after {len(run['reward'])} of {run['settings']['steps']} "
+        f"steps (exit code {run['exit_code']}); not in the table."
+        for run in runs
+        if not is_trained(run)
     ]
     lines += [
         f"* {NAMES[run['arm']]}, timed with seed {run['seed']}: its limit ended it after {len(run['seconds'])} of "

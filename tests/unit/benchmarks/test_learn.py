@@ -245,13 +245,14 @@ def test_runs_of_several_sessions_merge_by_trainer_and_seed() -> None:
 def test_the_page_states_what_was_not_run_and_what_did_not_end() -> None:
     runs = [some_run("ours", 1, 0.1), some_run("ours", 2, 0.2), some_run("trl", 1, 0.4),
             some_run("verl", 1, 0.1, exit_code=None, held_out=[]) | {"reward": [0.1] * 7},
-            some_run("verl", 2, 0.1, held_out=[])]  # fmt: skip
+            some_run("trl", 2, 0.4, held_out=[])]  # fmt: skip
     files = page.files(runs, [some_run("ours", 1, 0.1), some_run("ours", 2, 0.1)], None)
     text = files[page.PAGE]
     assert "| this package | 1, 2 | NVIDIA H200 | 0.300 | 6.2% | 15.0% | 0.50 (0.50, 0.50) |" in text
-    assert "| verl | not run yet |" in text and "* TRL: not run yet with seeds 2, 3." in text
-    assert "* verl, seed 1: ended after 7 of 40 steps and 0 accuracies (exit code None)" in text
-    assert "* verl, seed 2: ended after 40 of 40 steps and 0 accuracies (exit code 0)" in text
+    assert "| verl | not run yet |" in text and "* TRL: not run yet with seeds 3." in text
+    assert "* verl, seed 1: ended after 7 of 40 steps (exit code None); not in the table." in text
+    assert "* TRL, seed 2: its GPU was given back before its weights were scored" in text
+    assert "| TRL | 1, 2 | NVIDIA H200 | 0.800 | 6.2% | 40.0% | not run yet |" in text
     assert "| 21 to 40 | 0.300 (0.200 to 0.400) | 0.800 (0.800 to 0.800) |" in text
     assert "is below all other seeds in the windows that end with 20, 40" in text
     assert "| 40 | 15.0% (10.0% to 20.0%) | 40.0% (40.0% to 40.0%) |" in text
@@ -263,6 +264,13 @@ def test_the_page_states_what_was_not_run_and_what_did_not_end() -> None:
     )  # in two panels of steps, and of seconds for the timed one
     # Steps 20 and 40 of 40, rewards 0.15 and 0.3 of 0.8, in a plot of 360 by 240 at (46, 40).
     assert lines[0].attrib["points"] == "226.0,235.0 406.0,190.0"
+
+
+def test_runs_without_scores_have_rewards_and_no_accuracies() -> None:
+    files = page.files([some_run("ours", 1, 0.1, held_out=[])], [], None)
+    assert "| this package | 1 | NVIDIA H200 | 0.200 | not run yet | not run yet | not run yet |" in files[page.PAGE]
+    assert "## Rewards" in files[page.PAGE] and "## Held-out accuracy" not in files[page.PAGE]
+    assert len(ElementTree.fromstring(files[page.CHART]).findall(".//{*}polyline")) == 1
 
 
 def test_without_runs_there_is_a_page_and_no_chart() -> None:
