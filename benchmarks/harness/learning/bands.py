@@ -35,7 +35,8 @@ def read_runs(repository: Path, files: str = FILES) -> list[Run]:
 
 
 def is_trained(run: Run) -> bool:
-    return run["exit_code"] == 0 and len(run["reward"]) == run["settings"]["steps"]
+    steps: int = run["settings"]["steps"]
+    return run["exit_code"] == 0 and len(run["reward"]) == steps
 
 
 def is_complete(run: Run) -> bool:

@@ -171,8 +171,8 @@ def _not_run(arms: Mapping[str, list[Run]], runs: Sequence[Run], timed: Sequence
     lines = [f"* {NAMES[arm]}: {NOT_RUN} with seeds {', '.join(map(str, missing))}." for arm, missing in seeds.items()
              if missing]  # fmt: skip
     lines += [
-        f"* {NAMES[run['arm']]}, seed {run['seed']}: its GPU was given back before its weights were scored, so the "
-        "accuracies are those of the other seeds."
+        f"* {NAMES[run['arm']]}, seed {run['seed']}: its rental ended before its weights were scored; the accuracies "
+        "are those of the other seeds."
         for run in runs
         if is_trained(run) and not is_complete(run)
     ]

@@ -251,7 +251,7 @@ def test_the_page_states_what_was_not_run_and_what_did_not_end() -> None:
     assert "| this package | 1, 2 | NVIDIA H200 | 0.300 | 6.2% | 15.0% | 0.50 (0.50, 0.50) |" in text
     assert "| verl | not run yet |" in text and "* TRL: not run yet with seeds 3." in text
     assert "* verl, seed 1: ended after 7 of 40 steps (exit code None); not in the table." in text
-    assert "* TRL, seed 2: its GPU was given back before its weights were scored" in text
+    assert "* TRL, seed 2: its rental ended before its weights were scored" in text
     assert "| TRL | 1, 2 | NVIDIA H200 | 0.800 | 6.2% | 40.0% | not run yet |" in text
     assert "| 21 to 40 | 0.300 (0.200 to 0.400) | 0.800 (0.800 to 0.800) |" in text
     assert "is below all other seeds in the windows that end with 20, 40" in text
