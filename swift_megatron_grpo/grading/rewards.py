@@ -21,6 +21,7 @@ from typing import Any
 
 from swift_megatron_grpo.grading.scores import ScoreRow
 from swift_megatron_grpo.runtime.deadlines.interrupt import DeadlineExceeded
+from swift_megatron_grpo.runtime.event_loops import run_to_end
 from swift_megatron_grpo.runtime.failures import SharedFailure
 from swift_megatron_grpo.types import Rollout
 
@@ -247,9 +248,9 @@ def _call_all(rewards: RewardFunctions, batch: _Batch, limit: Limit, drop_failin
             results[i] = batch.scores_of_failed(name, error, drop_failing)
     if later:
         start = time.monotonic()
-        with batch.limited(limit, list(later.values())) as seconds:
+        with batch.limited(limit, list(later.values())) as seconds, asyncio.Runner() as runner:
             calls = [batch.outcome(name, rewards.functions[i]) for i, name in later.items()]
-            outcomes = dict(zip(later, asyncio.run(_together(calls, seconds)), strict=True))
+            outcomes = dict(zip(later, run_to_end(runner.get_loop(), _together(calls, seconds)), strict=True))
         if late := [name for i, name in later.items() if outcomes[i] is _TIMED_OUT]:
             raise batch.timeout_error(late, time.monotonic() - start)
         for i, name in later.items():

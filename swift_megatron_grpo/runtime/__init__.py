@@ -5,6 +5,7 @@ failures.py      errors that every rank raises together, and the protocol of the
 refusals.py      a refused run ends with one message, which torchrun prints
 machines.py      the torchruns of a run tell each other that they live
 http.py          requests to servers: kinds of failures, limits, new tries
+event_loops.py   a task of a user's code that calls sys.exit() fails, and its event loop continues
 open_files.py    the limit on open files of a process
 import_hooks.py  run a function before or after a later import
 replaced.py      replace an attribute inside a context

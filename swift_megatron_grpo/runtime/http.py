@@ -120,12 +120,12 @@ def json_object(text: str) -> dict[str, Any]:
 
 async def start_of(response: aiohttp.ClientResponse, most: int) -> bytes:
     """Return the first bytes of a response, which may have any size."""
-    content = b""
+    content = bytearray()
     async for chunk in response.content.iter_any():
         content += chunk
         if len(content) >= most:
             break
-    return content[:most]
+    return bytes(content[:most])
 
 
 async def _reason(response: aiohttp.ClientResponse) -> str:

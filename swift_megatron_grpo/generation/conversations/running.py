@@ -176,6 +176,12 @@ class Conversations:
         current.set(turns)  # for this task, and for tasks that the scheduler creates in it
         try:
             return await scheduled()
+        except BaseException as error:
+            if isinstance(error, Exception) or task.cancelling():
+                raise
+            # sys.exit() would end the event loop and with it the process. A leaked cancellation would look like ours.
+            kind = type(self._scheduler).__name__
+            raise RuntimeError(f"the scheduler {kind}, or its tool, raised {type(error).__name__}: {error}") from error
         finally:
             del self._running[uuid]
             for request in requests:

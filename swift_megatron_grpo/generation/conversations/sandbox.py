@@ -6,6 +6,7 @@ It needs namespaces of Linux, which many containers forbid: then it refuses to r
 common mischief of a policy. Code that attacks the kernel needs a virtual machine.
 """
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from swift_megatron_grpo.generation.conversations.programs import CannotStart, Ended, run_program
 
 _PROGRAMS = ("/usr", "/bin", "/lib", "/lib64", "/etc/alternatives")
+_CANNOT_RUN = 126  # what a shell returns; the policy wrote this, so the run continues
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,8 @@ async def run_in_sandbox(
 
     Raises CannotStart where a sandbox is impossible.
     """
+    if fault := _fault_of(words, text):
+        return Ended(_CANNOT_RUN, "", fault)
     limits = limits or Limits()
     folders = sorted({*_PROGRAMS, sys.base_prefix, sys.prefix, *visible})
     shown = [each for each in folders if os.path.isdir(each) and not any(_is_inside(each, other) for other in folders)]
@@ -51,11 +55,27 @@ async def run_in_sandbox(
             most_bytes=limits.output_bytes,
             isolation={"visible": shown, "disk_bytes": limits.disk_bytes, "resources": resources},
         )
+    except OSError as error:
+        if error.errno != errno.E2BIG:
+            raise
+        return Ended(_CANNOT_RUN, "", "the words are too long for a process")
     except CannotStart as reason:
         raise CannotStart(
             f"the sandbox cannot start: {reason}; a container needs the right to create namespaces (docker run "
             "--security-opt seccomp=unconfined --cap-add SYS_ADMIN), or use a sandbox on another machine"
         ) from None
+
+
+def _fault_of(words: Sequence[str], text: str) -> str:
+    """Return why no process can have these words and this input; empty: one can."""
+    if any("\0" in word for word in words):
+        return "a word has a null character"
+    try:
+        for each in (*words, text):
+            each.encode()
+    except UnicodeEncodeError:
+        return "a text has half of a surrogate pair"
+    return ""
 
 
 def _is_inside(path: str, folder: str) -> bool:

@@ -31,6 +31,7 @@ from swift_megatron_grpo.generation.local.running_turns import RunningTurns
 from swift_megatron_grpo.generation.protocol.messages import Completion
 from swift_megatron_grpo.generation.requests import conversation_request, request_config, to_rollout
 from swift_megatron_grpo.generation.vllm.images import placeholder_tokens
+from swift_megatron_grpo.runtime.event_loops import run_to_end
 from swift_megatron_grpo.runtime.stopping.request import StopRequest
 from swift_megatron_grpo.settings.config import MultiTurnConfig, SamplingConfig, VllmConfig
 from swift_megatron_grpo.types import Rollout
@@ -112,7 +113,7 @@ class MultiTurnVllm(LocalVllm):
             self._turns.abort_all()
             return []
         with closing(asyncio.new_event_loop()) as loop:
-            completions = loop.run_until_complete(self._converse(requests, sampling))
+            completions = run_to_end(loop, self._converse(requests, sampling))
         return [
             to_rollout(request, completion, self._weights_version)
             for request, completion in zip(requests, completions, strict=True)

@@ -21,12 +21,14 @@ from swift_megatron_grpo.runtime.http import (
     json_object,
     open_session,
     respond,
+    start_of,
 )
 from swift_megatron_grpo.types import DraftCounts
 from swift_megatron_grpo.weights.transport.held_weights import WorkerWeights
 from swift_megatron_grpo.weights.transport.rendezvous import Rendezvous
 
 T = TypeVar("T")
+_MOST_BYTES = 2**29  # of a response, or of one completion's line: its experts may have hundreds of MB
 Accept = Callable[[int, Completion | Refused], None]  # receives a request's place in its batch
 
 
@@ -56,6 +58,8 @@ class Client:
         async with respond(self._session, "POST", address, timeout, body) as response:
             async for chunk in response.content.iter_any():
                 *lines, unfinished = (unfinished + chunk).split(b"\n")
+                if len(unfinished) > _MOST_BYTES:
+                    raise InvalidResponse(f"a line of its response has more than {_MOST_BYTES} bytes")
                 for line in lines:
                     place, completion = _parse_line(line, missing)
                     missing.remove(place)
@@ -95,7 +99,10 @@ class Client:
         async def send() -> dict[str, Any]:
             body = {"data": payload} if isinstance(payload, bytes) else {"json": payload}
             async with respond(self._session, method, self.url + route, timeout, body) as response:
-                return json_object(await response.text(errors="replace"))
+                content = await start_of(response, _MOST_BYTES + 1)
+                if len(content) > _MOST_BYTES:
+                    raise InvalidResponse(f"its response has more than {_MOST_BYTES} bytes")
+                return json_object(content.decode(errors="replace"))
 
         return await self._cancellable(send())
 

@@ -27,6 +27,7 @@ from swift_megatron_grpo.data.images import portable_images
 from swift_megatron_grpo.generation.conversations.groups import members
 from swift_megatron_grpo.generation.conversations.running import Conversations, NoRoom, current, has_room
 from swift_megatron_grpo.generation.protocol.messages import (
+    CONFLICT,
     MISSING_IMAGES,
     NO_WEIGHTS,
     Completion,
@@ -46,6 +47,7 @@ from swift_megatron_grpo.generation.vllm.sampling import (
     text_logprobs,
     to_completions,
 )
+from swift_megatron_grpo.runtime.event_loops import run_to_end
 from swift_megatron_grpo.types import ScoredText
 
 T = TypeVar("T")
@@ -61,7 +63,8 @@ def run_engine_process(
     """Run the engine process. `stock_pipe` is ms-swift's connection to the web server, the other one pipe.py's."""
     os.setpgrp()  # Ctrl-C would reach vLLM's processes, of which each ends at it by itself
     cuda_runtime.find_runtime_beside_tilelang()
-    asyncio.run(_run_worker(args, master_port, stock_pipe, command_socket))
+    with asyncio.Runner() as runner:
+        run_to_end(runner.get_loop(), _run_worker(args, master_port, stock_pipe, command_socket))
 
 
 async def _run_worker(
@@ -221,6 +224,12 @@ class MissingImages(InvalidRequest):
     status = MISSING_IMAGES
 
 
+class NoWeights(InvalidRequest):
+    """Newer weights have arrived in part; the client sends them again."""
+
+    status = CONFLICT
+
+
 class ImageStore:
     """Media that a trainer has sent, by digest, each named by several requests: the last used, up to a size."""
 
@@ -251,6 +260,7 @@ class EngineCommands:
     def __init__(self, engine: GRPOVllmEngine, conversations: Conversations | None, max_media_bytes: int) -> None:
         self._engine = engine
         self._version = NO_WEIGHTS  # of the weights
+        self._is_mixed = False  # weights in flight have failed to arrive, so that some are newer than others
         single = Completer(engine)
         self._single, self._conversations = single, conversations
         self._prober = health.Prober(single.complete, engine.engine)
@@ -315,6 +325,8 @@ class EngineCommands:
         group: int | None = None,
     ) -> dict[str, Any]:
         """Generate a completion, or a conversation if this server has a scheduler: of a group, all `group` of them."""
+        if self._is_mixed:  # the web server does not know it yet
+            raise NoWeights("new weights have failed to arrive")
         for kind, digests in (("image", image_digests), ("audio", audio_digests), ("video", video_digests)):
             if digests:
                 request = {**request, f"{kind}s": self._images.get([f"{kind} {digest}" for digest in digests])}
@@ -378,6 +390,7 @@ class EngineCommands:
             try:
                 await engine.update_in_flight(version, lambda llm: llm.collective_rpc("grpo_receive", args=arguments))
             except Exception:
+                self._is_mixed = True
                 await self._cancel_generation()
                 await engine.resume()
                 raise
@@ -389,7 +402,7 @@ class EngineCommands:
             await engine.reset_encoder_cache()
             if isinstance(engine, engine_thread.EngineThread):
                 engine.version = version
-        self._version = version
+        self._version, self._is_mixed = version, False
         return {}
 
     async def _cancel_generation(self) -> None:

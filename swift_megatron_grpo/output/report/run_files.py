@@ -89,10 +89,19 @@ def _without_secrets(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for name, value in pairs:
         if value and not is_number(value) and _SECRET.search(name):
             shown[name] = "(not shown)"
-        elif isinstance(value, str) and value.startswith("{"):  # a flag whose value is JSON
-            with suppress(ValueError, RecursionError):
-                shown[name] = json.dumps(json.loads(value, object_pairs_hook=_without_secrets))
+        else:
+            shown[name] = _without_secrets_in_text(value)
     return shown
+
+
+def _without_secrets_in_text(value: Any) -> Any:
+    """Return a value of args.json whose texts may be JSON, as those of some flags are."""
+    if isinstance(value, list):
+        return [_without_secrets_in_text(each) for each in value]
+    if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
+        with suppress(ValueError, RecursionError):
+            return json.dumps(json.loads(value, object_pairs_hook=_without_secrets))
+    return value
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:

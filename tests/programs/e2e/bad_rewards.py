@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import sys
@@ -53,8 +54,13 @@ class ReturnsNaN(Broken):
         return [math.nan, *rewards[1:]]
 
 
-class Exits(Broken):
-    def break_one(self, rewards: list[Any]) -> list[Any]:
+class Exits(ORM):
+    """Ends the process in a task of its own, which ends an event loop at once."""
+
+    async def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+        return await asyncio.gather(*map(self._reward, completions))
+
+    async def _reward(self, text: str) -> float:
         sys.exit("no solution")
 
 

@@ -1,18 +1,21 @@
-"""An external plugin: a scheduler that fails after the first turn, as its tools may."""
+"""An external plugin: a scheduler whose tool ends its process, in a task of its own."""
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from typing import Any
 
 from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns
 
 
 class Failing(MultiTurnScheduler):
-    def check_finished(self, infer_request: Any, response_choice: Any, current_turn: int) -> bool:
-        return False
+    async def run(self, infer_request: Any, request_config: Any, **kwargs: Any) -> Any:
+        await asyncio.gather(self._call_tool())
 
-    def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
-        raise LookupError("the tool is not there")
+    async def _call_tool(self) -> None:
+        await asyncio.sleep(0)
+        sys.exit("the tool is not there")
 
 
 multi_turns["failing"] = Failing

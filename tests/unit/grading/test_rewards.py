@@ -313,6 +313,23 @@ def test_an_exception_that_would_end_the_rank_is_a_failure_of_the_function(
     assert "(on 3 completions, the first: prompt 0-0, completion 'a')" in str(caught.value)
 
 
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_task_that_would_end_the_rank_is_a_failure_of_its_function(drop: bool) -> None:
+    async def one(text: str) -> float:
+        sys.exit(0)
+
+    async def in_tasks(completions: list[str], **kwargs: Any) -> list[float]:
+        return await asyncio.gather(*map(one, completions))
+
+    rollouts, called = make_rollouts(["a", "b"]), functions(length, in_tasks)
+    if drop:
+        scores = call_reward_functions(rollouts, called, None, drop_failing=True)
+        assert [row[0] for row in scores] == [1.0, 1.0] and all(math.isnan(row[1] or 0.0) for row in scores)
+    else:
+        with pytest.raises(RewardError, match="reward function in_tasks raised SystemExit"):
+            call_reward_functions(rollouts, called, None)
+
+
 @pytest.mark.parametrize("function_is_async", [False, True])
 @pytest.mark.parametrize(("leave", "code"), [("returns", 1), ("raises", 1), ("exits", 7)])
 def test_a_forked_child_does_not_leave_the_function(

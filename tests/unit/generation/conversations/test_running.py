@@ -117,6 +117,27 @@ def test_a_conversation_that_fails_closes_its_environment(doors: None) -> None:
     assert Door.closed == 1 and not scheduler._envs
 
 
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError()])
+def test_a_tool_that_would_end_the_process_or_looks_cancelled_is_a_failure(
+    error: BaseException, blocks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Leaves(Door):
+        async def step(self, action: Any) -> tuple[str, float, bool, dict[str, Any]]:
+            raise error
+
+    monkeypatch.setattr(Leaves, "blocks", blocks, raising=False)
+    monkeypatch.setitem(envs, "leaves", Leaves)
+
+    async def main() -> None:
+        engine = Engine()
+        conversations = Conversations(GYMScheduler(infer_engine=engine, gym_env="leaves", tokenizer=engine))
+        with pytest.raises(RuntimeError, match=f"GYMScheduler, or its tool, raised {type(error).__name__}"):
+            await conversations.complete(request(), RequestConfig(logprobs=True), None)
+
+    asyncio.run(main())
+
+
 def test_a_repeated_conversation_begins_once_the_first_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """ms-swift removes rewards and observations by uuid after a slow close, also those of the second one."""
 

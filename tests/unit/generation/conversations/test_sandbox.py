@@ -83,6 +83,21 @@ def test_a_program_is_stopped_and_the_reason_is_known(code: str, stopped: str, e
     assert len(ended.output) <= LIMITS.output_bytes and (code[:5] != "print" or ended.output == "1\n")
 
 
+@pytest.mark.parametrize(
+    ("code", "text", "fault"),
+    [
+        ("print(1)\0", "", "a word has a null character"),
+        ("#" + "x" * 2**17, "", "too long for a process"),
+        ("print('\ud800')", "", "half of a surrogate pair"),
+        ("print(1)", "\ud800", "half of a surrogate pair"),
+    ],
+)
+def test_code_that_no_process_can_be_started_with_is_an_error_to_it(code: str, text: str, fault: str) -> None:
+    """The policy writes the code, so the run has to go on."""
+    ended = run(code, text)
+    assert ended.code != 0 and fault in ended.errors
+
+
 def test_nothing_that_a_program_starts_outlives_it() -> None:
     """A process that has left the group of the program is killed as well."""
     mark = f"{time.time_ns()}"

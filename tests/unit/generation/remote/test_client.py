@@ -21,7 +21,7 @@ async def _never(_: web.Request) -> web.Response:
     raise AssertionError
 
 
-async def _server(status: Callable[[web.Request], Awaitable[web.Response]]) -> tuple[web.AppRunner, str]:
+async def _server(status: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> tuple[web.AppRunner, str]:
     app = web.Application()
     app.router.add_get(Routes.STATUS, status)
     runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
@@ -48,6 +48,25 @@ def test_a_status_that_is_no_status_is_a_failure_of_the_server(text: str) -> Non
             with pytest.raises(Refused) as refused:
                 await Client(url, session).status(timeout=5)
             assert len(str(refused.value)) < 1100
+        await runner.cleanup()
+
+    asyncio.run(scenario())
+
+
+def test_a_response_without_an_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swift_megatron_grpo.generation.remote.client._MOST_BYTES", 2**20)
+
+    async def scenario() -> None:
+        async def flood(request: web.Request) -> web.StreamResponse:
+            response = web.StreamResponse()
+            await response.prepare(request)
+            while True:
+                await response.write(bytes(2**16))
+
+        runner, url = await _server(flood)
+        async with make_session(None, RUN) as session:
+            with pytest.raises(InvalidResponse, match="more than 1048576 bytes"):
+                await Client(url, session).status(timeout=20)
         await runner.cleanup()
 
     asyncio.run(scenario())

@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 from vllm.exceptions import VLLMValidationError
 
-from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS, Completion, InvalidRequest, SentSequence
+from swift_megatron_grpo.generation.protocol.messages import (
+    CONFLICT,
+    NO_WEIGHTS,
+    Completion,
+    InvalidRequest,
+    SentSequence,
+)
 from swift_megatron_grpo.generation.server.engine_process import EngineCommands, MissingImages, with_versions
 
 
@@ -99,3 +105,26 @@ def test_a_completion_has_its_oldest_version_and_spans_only_of_others() -> None:
     )
     unsampled = replace(one, spans=[], sampled=[False, False])  # of a conversation that trains nothing
     assert with_versions(unsampled, 7) == replace(unsampled, weights_version=7, spans=None)
+
+
+def test_no_request_begins_with_weights_of_which_some_are_newer() -> None:
+    """The web server learns of the failure after the engine has resumed."""
+
+    async def fails(*_: Any) -> None:
+        raise ConnectionError("the trainer has gone")
+
+    async def resume() -> None:
+        with pytest.raises(InvalidRequest) as refused:
+            await made[0].commands["generate"](request={}, sampling={})
+        assert refused.value.status == CONFLICT
+
+    made: list[EngineCommands] = []
+
+    async def scenario(commands: EngineCommands) -> None:
+        made.append(commands)
+        engine: Any = commands._engine.engine
+        engine.update_in_flight, engine.resume = fails, resume
+        with pytest.raises(ConnectionError):
+            await commands.commands["receive"](version=4, lora=False, collect_checksums=False, in_flight=True)
+
+    run(scenario)

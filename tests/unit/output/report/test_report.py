@@ -86,6 +86,9 @@ def test_secrets_are_not_in_the_page(tmp_path: Path) -> None:
         {"aws": {"aws_secret_access_key": {"value": "do-not-show"}}},
         {"vllm_engine_kwargs": '{"a": {"auth-tokens": ["do-not-show"]}}'},
         {"db_passwd": "do-not-show"},
+        {"vllm_engine_kwargs": ' {"api_key": "do-not-show"}'},
+        {"servers": '[{"api_key": "do-not-show"}]'},
+        {"servers": ['{"api_key": "do-not-show"}']},
     ],
 )
 def test_secrets_are_found_by_any_name_and_at_any_depth(tmp_path: Path, setting: dict[str, Any]) -> None:
