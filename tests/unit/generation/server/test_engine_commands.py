@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import os
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,6 +21,7 @@ from swift_megatron_grpo.generation.protocol.messages import (
     InvalidRequest,
     SentSequence,
 )
+from swift_megatron_grpo.generation.server import engine_process
 from swift_megatron_grpo.generation.server.engine_process import EngineCommands, MissingImages, with_versions
 
 
@@ -128,3 +132,21 @@ def test_no_request_begins_with_weights_of_which_some_are_newer() -> None:
             await commands.commands["receive"](version=4, lora=False, collect_checksums=False, in_flight=True)
 
     run(scenario)
+
+
+def test_a_task_that_leaves_does_not_end_the_process_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def leave() -> None:
+        sys.exit(0)
+
+    async def work(*_: Any) -> None:
+        await asyncio.wait([asyncio.create_task(leave())])
+        os._exit(7)
+
+    monkeypatch.setattr(engine_process, "_run_worker", work)
+    nothing: Any = None
+    process = multiprocessing.get_context("fork").Process(
+        target=engine_process.run_engine_process, args=(nothing, 0, nothing, nothing)
+    )
+    process.start()
+    process.join(30)
+    assert process.exitcode == 7
