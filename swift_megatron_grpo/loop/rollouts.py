@@ -66,7 +66,7 @@ class Rollouts:
         started = self._queue.start_evaluation(prompts, evaluation, step)
         groups = self._queue.collect(started, step)
         scored = Scored.joined([self._grade(finished, started.group_size, step) for finished in groups])
-        self._draft_from(scored)
+        self._draft_from(scored.rollouts)
         self._take_draft_counts()  # the log has those of rollouts
         return self._with_totals(scored.between(0, started.size))
 
@@ -96,7 +96,7 @@ class Rollouts:
                 drawn = parts[-1].between(0, size).rows()
                 dump.append(rollout, draw, [Graded(completion, rewards, None, 0.0) for completion, rewards in drawn])
         scored = Scored.joined(parts)
-        self._draft_from(scored)
+        self._draft_from(scored.rollouts[len(ready or ()) :])  # spare ones were remembered with the first draw
         result = self._with_totals(scored.between(0, size))
         if dump is not None:
             with step.timer("dump"):
@@ -105,12 +105,12 @@ class Rollouts:
                 )
         return result, scored.between(size, started.size)
 
-    def _draft_from(self, scored: Scored) -> None:
+    def _draft_from(self, rollouts: Sequence[Rollout]) -> None:
         """Let every engine of these ranks draft from completions from now on, whichever has generated them."""
         if self._stages.drafts is not None:
             self._stages.drafts.remember(
                 (sequence.prompt_ids, sequence.completion_ids)
-                for completion in scored.rollouts
+                for completion in rollouts
                 for sequence in completion.sequences
             )
 

@@ -156,7 +156,7 @@ class GRPOLoop:
         check_sequences(graded, self.config)
         if self.config.routing.router_replay_mode == "R3":
             check_reported(graded.rollouts, self.stages.replay is not None)
-        if self.config.kl.kl_in_reward:
+        if self.config.kl.kl_in_reward and self.stages.reference is not None:  # with --beta 0 there is none
             graded = self._subtract_kl(graded, step)
         graded = self._finish_grading(graded, step)
         self._batches.fill(self._rollouts.last, graded, step)

@@ -189,7 +189,7 @@ def _longest_first(padded: Ints, work: Floats) -> Ints:
 
 
 def refill(plan: StepPlan, fill: Callable[[Sequence[int], int], StepPlan], micro_batch_multiple: int = 1) -> StepPlan:
-    """Plan micro batches with another budget, for forward-only passes; samples stay on their ranks.
+    """Plan micro batches with another budget; samples stay on their ranks.
 
     `fill`: plans the given samples for one rank, in a multiple of so many micro batches; it returns places in them.
     """

@@ -243,8 +243,11 @@ class Passes:
         flag = "--max_tokens_per_micro_batch" if train else "--infer_max_tokens_per_micro_batch"
         if self.parallel.rank == 0 or not train:
             logger.warning(_LOWERED, _PHASES[train], flag, budget, smaller)
-        changed = {"max_tokens" if train else "infer_max_tokens": smaller}
-        self.settings = replace(settings, **changed)
+        if train:  # samples stay on their ranks, which have the log-probs that other passes have computed of them
+            assigned = settings.assigned_max_tokens or settings.max_tokens
+            self.settings = replace(settings, max_tokens=smaller, assigned_max_tokens=assigned)
+        else:
+            self.settings = replace(settings, infer_max_tokens=smaller)
         return True
 
 

@@ -28,6 +28,7 @@ class EngineSettings:
     temperature: float  # logits are divided by it
     micro_batch_size: int = 1  # sequences in a packed micro batch, if there is no token budget
     max_tokens: int | None = None  # token budget of a packed micro batch
+    assigned_max_tokens: int | None = None  # the budget that assigns samples to ranks; None: max_tokens, never lowered
     infer_micro_batch_size: int | None = None  # for forward-only passes; None for both: same as in training
     infer_max_tokens: int | None = None
     # Share of the work that one copy of each prompt must save; below, prompts are repeated. None: always repeated.
@@ -60,7 +61,10 @@ class Planner:
 
     def _plan(self, samples: Sequence[Sample], settings: EngineSettings) -> StepPlan:
         if settings.max_tokens is not None:
-            return self._plan_within(settings.max_tokens, samples, self._parallel.dp_size, self._group_size, settings)
+            budget = settings.assigned_max_tokens or settings.max_tokens
+            plan = self._plan_within(budget, samples, self._parallel.dp_size, self._group_size, settings)
+            is_lowered = settings.max_tokens < budget
+            return self._refilled(plan, settings.max_tokens, samples, settings) if is_lowered else plan
         plan = plan_by_count(len(samples), self._parallel.dp_size, settings.micro_batch_size)
         self._check_micro_batches(plan.num_micro_batches)
         share_from = settings.share_prompts_from
@@ -72,17 +76,22 @@ class Planner:
         """Plan forward-only micro batches. Samples stay on the ranks that train them, which need the results."""
         plan = self.plan(samples, settings)
         if settings.infer_max_tokens is not None:
-            budget = settings.infer_max_tokens
-            shares = settings if plan.share_prompts else replace(settings, share_prompts_from=None)
-
-            def fill(indices: Sequence[int], multiple: int) -> StepPlan:
-                chosen = pick(samples, np.array(indices, np.int64))
-                return self._plan_within(budget, chosen, ranks=1, multiple=multiple, settings=shares, train=False)
-
-            return refill(plan, fill, self._group_size)
+            return self._refilled(plan, settings.infer_max_tokens, samples, settings, train=False)
         if settings.infer_micro_batch_size is not None:
             return regroup(plan, settings.infer_micro_batch_size, self._group_size)
         return plan
+
+    def _refilled(
+        self, plan: StepPlan, budget: int, samples: Sequence[Sample], settings: EngineSettings, train: bool = True
+    ) -> StepPlan:
+        """Plan with another budget. Samples stay on their ranks, which have log-probs of them."""
+        shares = settings if plan.share_prompts else replace(settings, share_prompts_from=None)
+
+        def fill(indices: Sequence[int], multiple: int) -> StepPlan:
+            chosen = pick(samples, np.array(indices, np.int64))
+            return self._plan_within(budget, chosen, ranks=1, multiple=multiple, settings=shares, train=train)
+
+        return refill(plan, fill, self._group_size)
 
     def flops(self, samples: Sequence[Sample], plan: StepPlan, settings: EngineSettings) -> float:
         """Return the FLOPs of one forward pass over the samples of a step; prompts that a plan shares count once."""

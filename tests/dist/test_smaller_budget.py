@@ -14,10 +14,16 @@ LARGE, SMALL = 400, 100  # tokens of a micro batch; the second one after halving
 
 
 def run(
-    ranks: Ranks, name: str, budget: int, fits: int, in_backward: bool = False, more: Sequence[str] = ()
+    ranks: Ranks,
+    name: str,
+    budget: int,
+    fits: int,
+    in_backward: bool = False,
+    more: Sequence[str] = (),
+    own: bool = False,
 ) -> list[dict[str, Any]]:
     flags = ranks.flags("dense", "full", "float32", ["--max_tokens_per_micro_batch", str(budget), *more])
-    ranks.call(name, "memory_faults:main", 2, flags, fits=fits, in_backward=in_backward)
+    ranks.call(name, "memory_faults:main", 2, flags, fits=fits, in_backward=in_backward, own=own)
     return [ranks.report(name, rank) for rank in range(2)]
 
 
@@ -48,3 +54,12 @@ def test_a_sample_that_does_not_fit_ends_the_run_on_all_ranks(ranks: Ranks) -> N
     first, second = run(ranks, "never-fits", LARGE, fits=1)
     assert first["error"] == "another data-parallel rank ran out of GPU memory in this step"
     assert "cannot be lower: the longest completion has" in second["error"]
+
+
+def test_a_rank_has_the_log_probs_of_its_samples_with_half_the_budget(ranks: Ranks) -> None:
+    more = ["--share_prompts", "true"]
+    expected = run(ranks, "own-fits", LARGE, fits=10**6, more=more, own=True)
+    found = run(ranks, "own-too-large", LARGE, fits=120, more=more, own=True)
+    assert found[0]["budgets"][0] < LARGE
+    for ours, theirs in zip(found[0]["steps"], expected[0]["steps"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)

@@ -224,7 +224,8 @@ class AgentRollout:
     def add_empty(self) -> None:
         """Add a turn without tokens: a rollout has a prompt."""
         encoded = self.scheduler.infer_engine.template.encode(replace(self.request), return_template_inputs=True)
-        self.turns.recorded.append(Turn(list(encoded["input_ids"]), [], []))
+        logprobs: list[float] | None = [] if self.sampling.logprobs else None
+        self.turns.recorded.append(Turn(list(encoded["input_ids"]), [], logprobs))
         messages = [*self.request.messages, {"role": "assistant", "content": ""}]
         self.outputs.append(RolloutOutput(response=empty_response(self.request), messages=messages))
 

@@ -73,7 +73,8 @@ def sampled_any(tokens: frozenset[int], turns: Sequence[Turn]) -> bool:
 def join(turns: Sequence[Turn], messages: Sequence[Message] = ()) -> Conversation:
     """Join turns into one sequence. `messages`: loss masks, which may exclude tokens that the policy sampled."""
     tokens = turns[-1].prompt_ids + turns[-1].completion_ids
-    has_logprobs = all(len(turn.logprobs or ()) == len(turn.completion_ids) for turn in turns)
+    are_requested = any(turn.logprobs is not None for turn in turns)
+    has_logprobs = are_requested and all(len(turn.logprobs or ()) == len(turn.completion_ids) for turn in turns)
     sampled, logprobs = set[int](), dict[int, float]()  # positions of sampled tokens, and their log-probs
     versions = dict[int, int]()  # of the weights, by position
     lost = 0

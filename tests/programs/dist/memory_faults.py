@@ -14,7 +14,8 @@ from swift_megatron_grpo.training.memory.out_of_memory import PeerOutOfMemory
 from tests.programs.dist.engine_runs import make_loss, make_trainer
 
 
-def main(out: str, flags: list[str], fits: int, in_backward: bool) -> None:
+def main(out: str, flags: list[str], fits: int, in_backward: bool, own: bool = False) -> None:
+    """`own`: as in a run, a rank has the log-probs of the other policies for the samples that it trains alone."""
     trainer = make_trainer(flags)
     engine, messages = trainer.build_engine(), list[str]()
     handler = logging.Handler()
@@ -23,7 +24,11 @@ def main(out: str, flags: list[str], fits: int, in_backward: bool) -> None:
     rank = torch.distributed.get_rank()
     if rank == 1:
         limit_memory(trainer.unwrapped_models[0].decoder, fits, in_backward)
-    samples = fixed_samples(trainer.config.padded_vocab_size, 8, policies_given=True)
+    samples = fixed_samples(trainer.config.padded_vocab_size, 32 if own else 8, policies_given=True, one_prompt=own)
+    if own:
+        trained = engine.passes.plan(samples).samples_of_ranks()[rank]
+        for sample in (sample for index, sample in enumerate(samples) if index not in trained):
+            sample.old_logprobs = sample.ref_logprobs = None
     report: dict[str, Any] = {}
     try:
         report["steps"] = [engine.train_step(samples, make_loss()) for _ in range(2)]

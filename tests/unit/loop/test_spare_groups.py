@@ -6,6 +6,7 @@ import random
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -160,6 +161,15 @@ def test_spare_groups_of_a_rollout_ahead_have_its_weights() -> None:
         assert stale == {min(number, 1)}
     alone = Run(0, uniform=0.6, max_staleness=1)
     assert {number - graded.rollout.weights_version for number in range(4) for graded in alone.take(number)} == {0, 1}
+
+
+@pytest.mark.parametrize("spare", [0, 4])
+def test_a_completion_is_drafted_from_once(spare: int) -> None:
+    run, seen = Run(spare, uniform=1.0), list[Any]()
+    drafts: Any = SimpleNamespace(remember=seen.extend)
+    run.rollouts._stages = replace(run.rollouts._stages, drafts=drafts)
+    run.take(0)
+    assert len(seen) == sum(map(len, run.engine.requested)) == 9 * GROUP
 
 
 def files(folder: Path) -> dict[str, bytes]:

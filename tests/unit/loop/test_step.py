@@ -210,6 +210,13 @@ def test_a_kl_in_the_reward_is_not_part_of_the_loss() -> None:
     assert all(sample.ref_logprobs is None for sample in run.policy.trained[0])
 
 
+def test_without_beta_there_is_no_kl_in_the_reward() -> None:
+    """--advantage_estimator rloo has --kl_in_reward true by default, also with --beta 0."""
+    run = fake_run(loss=LOSS, kl=kl_of(in_reward=True), estimator="rloo")
+    [metrics] = train(run, 1)
+    assert "kl" not in metrics and "infer" not in run.events and len(run.policy.trained) == 1
+
+
 def test_completions_that_are_left_out_have_no_kl() -> None:
     """With --bad_reward drop."""
     run = fake_run(loss=replace(LOSS, beta=0.1), kl=kl_of(in_reward=True), dropped=1)

@@ -18,7 +18,7 @@ from swift.rollout import multi_turns
 
 from swift_megatron_grpo.generation.conversations import agents, chat
 from swift_megatron_grpo.generation.conversations.agents import AgentRollout, register_agent
-from swift_megatron_grpo.generation.conversations.running import NoRoom, TurnRecorder
+from swift_megatron_grpo.generation.conversations.running import Conversations, NoRoom, TurnRecorder
 from swift_megatron_grpo.types import AGENT_ERROR
 from tests.unit.generation.conversations.answering import ADD, USER, Engine, complete, run
 
@@ -150,6 +150,24 @@ def test_an_agent_that_fails_has_an_error_in_its_completion(agent: Any, error: s
     RELEASED.set()
     assert completion.infos[AGENT_ERROR].startswith(error) and completion.completion_ids == tokens
     assert completion.prompt_ids == [4]
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_a_completion_without_a_call_has_log_probs_if_they_are_requested(logprobs: bool) -> None:
+    """Otherwise a trainer takes its server for broken, or packs it with completions that have none."""
+
+    async def one() -> Any:
+        register_agent("agent")(silent)
+        engine = Engine()
+        conversations = Conversations(multi_turns["agent"](infer_engine=engine, max_turns=None, tokenizer=engine))
+        request = RolloutInferRequest(messages=[dict(USER)], uuid="0-0", data_dict={})
+        return await conversations.complete(request, RequestConfig(max_tokens=9, logprobs=logprobs, seed=5), None)
+
+    try:
+        completion = asyncio.run(one())
+    finally:
+        del multi_turns["agent"]
+    assert completion.completion_ids == [] and completion.logprobs == ([] if logprobs else None)
 
 
 def test_agents_at_once_have_their_own_keys_and_calls() -> None:
