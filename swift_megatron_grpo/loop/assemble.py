@@ -364,8 +364,9 @@ def teacher_policy(
         teacher = Reference(training.passes, partial(adapter_disabled, models.peft))
     else:
         teacher = Reference(training.passes)  # the policy, which reads another prompt
-    # Prompts of other lengths are divided between the ranks in another way.
-    return replace(teacher, coordinator=coordinator) if config.teacher.teacher_prompts else teacher
+    # Ranks get equal work, so other prompts or a model of another size are divided between them in another way.
+    divided_otherwise = config.teacher.teacher_prompts or models.teacher is not None
+    return replace(teacher, coordinator=coordinator) if divided_otherwise else teacher
 
 
 def _policy_of(copy: FrozenCopy, coordinator: Coordinator) -> Reference:

@@ -57,10 +57,13 @@ class TrainingBatches:
         """Queue the steps that are left of a rollout that a checkpoint has interrupted, with its old log-probs."""
         batches = self._batches_of(unfinished.graded)
         for name in OF_SAMPLES:
+            if name == "ref_logprobs" and self._stages.reference is None:  # --beta is 0 now
+                continue
             if of_samples := getattr(unfinished, name):
                 for sample, values in zip(chain.from_iterable(batches), of_samples, strict=True):
                     setattr(sample, name, values)
-        self._queue(unfinished.number, unfinished.graded, batches, unfinished.from_engine, step)
+        is_known = bool(unfinished.ref_logprobs)
+        self._queue(unfinished.number, unfinished.graded, batches, unfinished.from_engine, step, is_known)
 
     def unfinished(self, weights_version: int) -> UnfinishedRollout | None:
         """Return the rollout in training for a checkpoint; None if it holds the weights between two rollouts.
@@ -73,6 +76,7 @@ class TrainingBatches:
         samples = [self._with_old_logprobs(sample) for sample in chain.from_iterable(self._batches)]
         bodies, graded = self._stages.bodies, self._rollout.graded
         has_teacher, sdar = self._stages.teacher is not None, self._config.loss.sdar.is_on
+        moves = self._stages.moving_reference is not None  # the one of the rollout's start no longer exists
         return replace(
             self._rollout,
             graded=graded if bodies is None else bodies.whole_on(0, graded),
@@ -80,6 +84,7 @@ class TrainingBatches:
             teacher_ratios=self._gathered([s.teacher_ratios for s in samples]) if has_teacher and not sdar else [],
             teacher_logprobs=self._gathered([s.teacher_logprobs for s in samples]) if sdar else [],
             token_advantages=[s.token_advantages for s in samples] if self._has_token_baselines else [],
+            ref_logprobs=self._gathered([s.ref_logprobs for s in samples]) if moves else [],
         )
 
     def _with_old_logprobs(self, sample: Sample) -> Sample:
@@ -205,10 +210,11 @@ class TrainingBatches:
         batches: list[Sequence[Sample]],
         from_engine: bool,
         step: StepContext,
+        reference_is_known: bool = False,
     ) -> None:
         """Add reference log-probs, and queue a batch for each optimizer step: `num_iterations` times all of them."""
         reference = self._stages.reference
-        if reference is not None and not self._config.kl.kl_in_reward:
+        if reference is not None and not self._config.kl.kl_in_reward and not reference_is_known:
             with step.timer("ref_logprobs"):
                 self._stages.residency.for_reference()
                 for samples in batches:

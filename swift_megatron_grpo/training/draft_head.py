@@ -103,7 +103,7 @@ class DraftHead:
         # The second token of a text is the first that has two before it; the row before belongs to another text.
         predicted = batch.inputs.position_ids.flatten().index_select(0, rows) > 0
         values = frozen_log_probs(states, (rows - 1).clamp(min=0), targets, self._model, temperature, self._parallel)
-        tokens = batch.step.tokens + batch.step.sft_tokens
+        tokens = max(batch.step.tokens + batch.step.sft_tokens, 1)
         return -(values * predicted).sum() / tokens
 
     @torch.no_grad()

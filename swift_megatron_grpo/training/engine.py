@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
@@ -152,6 +153,7 @@ class MegatronEngine:
                     raise
             free_memory()
             pop_moe_aux_losses(self.passes.config, plan.num_micro_batches)
+            reset_model_temporary_tensors(self.passes.config, self.passes.models)  # counts of each expert's tokens
 
     def _finish_update(self, grad_norm: float) -> float:
         """Return the largest gradient norm; raise on all ranks if a weight is not finite. One reduction, one wait."""

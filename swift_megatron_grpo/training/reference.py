@@ -21,6 +21,7 @@ from swift_megatron_grpo.training.passes import Passes
 from swift_megatron_grpo.types import Sample, TokenValues
 
 MOVED = "reference"  # folder of a moved reference, in a checkpoint
+_EXPERT_BIAS = "expert_bias"  # megatron-core's name for the buffer of a router
 REFERENCE_ADAPTER = "ref_adapter"  # ms-swift's name for the adapter of --ref_adapters
 # Independent of the layout: scratch memory, and the list of all groups ever created. megatron-core 0.17 and newer have
 # no _GLOBAL_SYMMETRIC_MEMORY_BUFFER.
@@ -31,8 +32,8 @@ _SHARED = {"_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER", "_global_
 class Reference:
     """A frozen policy: a second model that is never trained, or the trained one with its adapter off or exchanged.
 
-    `active`: runs the passes' model as the reference. `coordinator`: given if a rank gets other samples of a copy in
-    its own layout than it trains, so that results are gathered.
+    `active`: runs the passes' model as the reference. `coordinator`: given if a rank may get other samples than it
+    trains, because the copy has its own layout or size, or reads other prompts; results are gathered then.
     """
 
     passes: Passes
@@ -70,6 +71,10 @@ class MovingReference:
                 if name != trained:
                     raise ValueError(f"--sync_ref_model: the reference has {name} where the policy has {trained}")
                 held.copy_(torch.lerp(held.float(), value.float(), self.share))
+            trained_buffers = dict(policy.named_buffers())
+            for name, held in copy.named_buffers():
+                if name.endswith(_EXPERT_BIAS):  # moves with --megatron_extra_kwargs moe_router_bias_update_rate
+                    held.copy_(torch.lerp(held.float(), trained_buffers[name].float(), self.share))
 
     def save(self, folder: str) -> None:
         """Write the copy into a checkpoint, in the format of transformers and independent of the layout."""

@@ -73,7 +73,7 @@ def rewards(runs: Sequence[Run], of_step: float | None) -> list[Point]:
 
 def accuracies(runs: Sequence[Run], of_step: float | None) -> list[Point]:
     """Return the held-out accuracy before training and of all weights that were saved, of the runs that have it."""
-    scored = [run["held_out"] for run in runs if is_complete(run)]
+    scored = [run["held_out"] for run in runs if run["held_out"]]
     steps = [point["step"] for point in scored[0]] if scored else []
     return [_point(step, of_step, [held[place]["accuracy"] for held in scored]) for place, step in enumerate(steps)]
 

@@ -19,7 +19,8 @@ from swift_megatron_grpo.settings.config import GRPOConfig
 from swift_megatron_grpo.types import Graded, Prompt
 
 FILE = "unfinished_rollout.jsonl"
-OF_SAMPLES = ("old_logprobs", "teacher_ratios", "teacher_logprobs", "token_advantages")  # fields, also of a sample
+# fields, also of a sample
+OF_SAMPLES = ("old_logprobs", "teacher_ratios", "teacher_logprobs", "token_advantages", "ref_logprobs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class UnfinishedRollout:
     teacher_ratios: Sequence[list[float] | None] = field(default_factory=list)  # by sequence; empty: no teacher
     teacher_logprobs: Sequence[list[float] | None] = field(default_factory=list)  # empty: no SDAR
     token_advantages: Sequence[list[float] | None] = field(default_factory=list)  # empty: a completion has one
+    ref_logprobs: Sequence[list[float] | None] = field(default_factory=list)  # empty: the reference does not move
 
 
 def shared_settings(config: GRPOConfig) -> Mapping[str, float | str | None]:

@@ -213,3 +213,14 @@ def test_the_canary_leaves_the_engine_room_for_one_token(
     built = build_canary(tokenizer, None, frozenset(), longest, trained_models=[], coordinator=ranks)
     assert built.text.tokens == built.tokens == list(map(ord, canary.CANARY_TEXT[:tokens]))
     assert built.passes.temperature == 1.0  # type: ignore[attr-defined]
+
+
+def test_log_probs_of_a_teacher_of_its_own_reach_all_ranks() -> None:
+    """Ranks get equal work, which another model divides in another way."""
+    passes = SimpleNamespace(parallel="place of this rank", infer=lambda samples: {1: "of this rank"})
+    copy_of_teacher = FrozenCopy(passes, layout=None)  # type: ignore[arg-type]
+    models: Any = SimpleNamespace(reference=None, teacher=copy_of_teacher)
+    gathered: Any = SimpleNamespace(gather_samples=lambda values, parallel: {0: "of another", **values})
+    config = config_of(teacher=SimpleNamespace(exists=True, is_base=False, teacher_prompts=False))
+    teacher: Any = assemble.teacher_policy(config, models, NOT_CALLED, gathered)
+    assert teacher.infer([]) == {0: "of another", 1: "of this rank"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -358,6 +359,36 @@ def test_a_run_that_resumes_between_two_steps_of_a_rollout_trains_the_same(
         again.train_step()
     assert resumed.policy.trained == whole.policy.trained[1:]
     assert resumed.engine.synced == [2 * iterations]  # only the next rollout is generated
+
+
+def moving_run() -> FakeRun:
+    """Return a run whose reference moves after every step (--sync_ref_model)."""
+    run = fake_run(steps_per_generation=3, loss=replace(LOSS, beta=0.1))
+    reference: Any = run.stages.reference
+
+    def after_step(_: int) -> None:
+        reference.logprob += 0.25
+
+    moving = SimpleNamespace(after_step=after_step, save=lambda folder: None)
+    run.stages = replace(run.stages, moving_reference=moving)  # type: ignore[arg-type]
+    return run
+
+
+def test_a_rollout_that_is_continued_has_the_reference_of_its_start(tmp_path: Path) -> None:
+    whole = moving_run()
+    loop = loop_of(whole)
+    loop.train_step()
+    unfinished = saved(loop, whole, tmp_path)
+    for _ in range(3):
+        loop.train_step()
+
+    resumed = moving_run()
+    again = loop_of(resumed, steps_done=1, unfinished=unfinished)
+    resumed.policy.parameter += STEP
+    resumed.stages.reference.logprob += 0.25  # type: ignore[union-attr]
+    for _ in range(3):
+        again.train_step()
+    assert resumed.policy.trained == whole.policy.trained[1:]
 
 
 def test_between_two_rollouts_a_checkpoint_keeps_none(tmp_path: Path) -> None:
