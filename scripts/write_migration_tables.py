@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from swift_megatron_grpo.cli.convert.tables import ByHand, Computed, Needless, Rule, Table
-from swift_megatron_grpo.cli.convert.trainers import ROLL, SLIME, VERL
+from swift_megatron_grpo.cli.convert.trainers import ROLL, SLIME
 from swift_megatron_grpo.cli.convert.trl import TRL
+from swift_megatron_grpo.cli.convert.verl import VERL
 
 PAGE = Path(__file__).parents[1] / "docs" / "migration.md"
 BEGIN = "<!-- keys, by scripts/write_migration_tables.py -->\n"

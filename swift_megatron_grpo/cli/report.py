@@ -5,6 +5,7 @@ swift-megatron-grpo report RUN RUN [RUN ...]    writes comparison.html in this f
 """
 
 import argparse
+import math
 from pathlib import Path
 
 from swift_megatron_grpo.cli.command_line import FINE, Refused
@@ -32,6 +33,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _megabytes(text: str) -> float:
-    if (value := float(text)) < 0:
-        raise argparse.ArgumentTypeError("must be 0 or more")
+    if not 0 <= (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError("must be a number of 0 or more")
     return value

@@ -1,11 +1,11 @@
 """Dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476): groups of equal rewards give no gradient."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from swift_megatron_grpo.grading.columns import means, standard_deviations
+from swift_megatron_grpo.grading.columns import Rewards, means, standard_deviations
 from swift_megatron_grpo.grading.graded import GradedRollouts
 from swift_megatron_grpo.packing.bins import Bools
 
@@ -26,13 +26,22 @@ class Resampled(NamedTuple):
         }
 
 
-def with_spread(graded: GradedRollouts, num_generations: int) -> Bools:
-    """Return for each group if its rewards differ."""
-    groups = graded.outcomes.rewards.in_groups(num_generations)
-    return standard_deviations(groups, means(groups)) > 0
+def with_spread(graded: GradedRollouts, num_generations: int, weights: Sequence[float] = ()) -> Bools:
+    """Return for each group if its rewards differ; with weights, those of any function that has one (GDPO).
+
+    GDPO normalises every function separately: a group of equal sums has advantages if its parts differ.
+    """
+    rewards, scores = graded.outcomes.rewards, graded.outcomes.scores
+    weighted = [function for function, weight in enumerate(weights) if weight]
+    parts = [Rewards.where(scores.applies[:, i] & rewards.valid, scores.values[:, i]) for i in weighted]
+    groups = [part.in_groups(num_generations) for part in parts or [rewards]]
+    differs: Bools = np.any([standard_deviations(group, means(group)) > 0 for group in groups], axis=0)
+    return differs
 
 
-def resample(first: GradedRollouts, num_generations: int, max_times: int, draw: Draw) -> Resampled:
+def resample(
+    first: GradedRollouts, num_generations: int, max_times: int, draw: Draw, weights: Sequence[float] = ()
+) -> Resampled:
     """Replace groups of equal rewards by groups of further prompts, in at most `max_times` rounds.
 
     Every group with a spread is kept, and only the missing number of groups is generated. If the rounds run out, the
@@ -44,7 +53,7 @@ def resample(first: GradedRollouts, num_generations: int, max_times: int, draw: 
     missing, rounds, generated = group_count, 0, 0
     new = first
     while True:
-        keeps = with_spread(new, num_generations)
+        keeps = with_spread(new, num_generations, weights)
         of_completions = np.repeat(keeps, num_generations)
         informative.append(new.pick(of_completions.nonzero()[0]))
         uniform.append(new.pick((~of_completions).nonzero()[0]))

@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
@@ -157,6 +157,8 @@ class _Batch:
         """Return the scores in a function's result. Its values may be objects, with code that runs here."""
         try:
             iterator = iter(result)
+            if isinstance(result, Mapping | Set | bytes):  # of keys, or in no order
+                raise TypeError
         except TypeError:
             raise RewardError(
                 f"reward function {name} returned {type(result).__name__}, not a list of {len(self._rollouts)} numbers"

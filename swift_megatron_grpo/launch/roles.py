@@ -96,6 +96,13 @@ def roles_of(file: Settings, typed: Settings, environ: Mapping[str, str]) -> Rol
         trainer = _with_servers(trainer)
     _check_layout(trainer, sizes.train)
     failures = _number(common, "max_failures", 0, least=0)
+    resume = trainer.get("resume")
+    if failures and resume not in (None, "never", "auto"):
+        raise Refused(
+            f"max_failures {failures} continues from the newest checkpoint of output_dir, and resume: {resume} is "
+            "another one: a failure before the first checkpoint would start with step 1; copy that folder into "
+            "output_dir and use resume: auto, or leave max_failures out"
+        )
     if failures and not trainer.get("output_dir"):
         raise Refused(f"max_failures {failures} continues from checkpoints; set output_dir, or leave max_failures out")
     return Roles(
@@ -113,7 +120,7 @@ def roles_of(file: Settings, typed: Settings, environ: Mapping[str, str]) -> Rol
 
 def environment_of(file: Settings) -> dict[str, str]:
     """Return the variables that the file sets where they are not set yet."""
-    return {name: _word(value) for name, value in _section(file, "ENV").items()}
+    return {name: _word(value) for name, value in _section(file, "ENV").items() if value is not None}
 
 
 def _split(common: Settings, train: Settings, rollout: Settings, shared: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -255,6 +262,9 @@ def _section(file: Settings, name: str) -> Settings:
     if section is not None and not isinstance(section, dict):
         raise Refused(f"{name}: {section!r} is not a section; write its settings below it, as in {name}: {{gpus: 8}}")
     _check_names(section or {}, f"{name}: ")
+    for of_file in _OF_LAUNCH:
+        if of_file != "gpus" and of_file in (section or {}):
+            raise Refused(f"{name}: {of_file} is a setting of the whole run; write it at the top of the file")
     return section or {}
 
 

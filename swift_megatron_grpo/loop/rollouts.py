@@ -184,7 +184,8 @@ class Rollouts:
             drawn += groups
             return self._draw(rollout, next(draws), prompts, step, ready=ready)[0]
 
-        resampled = resample(graded, group_size, grading.max_resample_times, draw)
+        weights = grading.reward_weights if grading.scale_rewards == "gdpo" else ()
+        resampled = resample(graded, group_size, grading.max_resample_times, draw, weights)
         if resampled.uniform:
             logger.warning(
                 f"{resampled.uniform} of {per_rollout} groups have equal rewards after --max_resample_times "

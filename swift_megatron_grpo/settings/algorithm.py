@@ -25,6 +25,7 @@ class Estimator:
 MAXRL = "maxrl"
 OPTIMAL_TOKEN = "optimal_token_baseline"
 WITHOUT_GROUPS = "reinforce_plus_plus_plain"
+_PENALTIES = ("soft_overlong", "repetition")  # ms-swift's reward functions that are never above 0
 # By --advantage_estimator, with ms-swift's defaults. Their baselines are in grading/advantages.py. Plugins add to both.
 ESTIMATORS: dict[str, Estimator] = {
     "grpo": Estimator("group", kl_in_reward=False),
@@ -127,6 +128,19 @@ class Algorithm(Flags):
                 f"--advantage_estimator {MAXRL} needs rewards of at least 0, and --kl_in_reward true subtracts from "
                 "them; use --kl_in_reward false"
             )
+        rewards = self.teacher.rewards
+        for name in rewards.servers.reward_funcs:
+            if name in _PENALTIES:
+                yield (
+                    f"--advantage_estimator {MAXRL} needs rewards of at least 0, and --reward_funcs {name} is a "
+                    "penalty; use --advantage_estimator grpo, or leave the function out"
+                )
+        for weight in rewards.reward_weights or ():
+            if weight < 0:
+                yield (
+                    f"--advantage_estimator {MAXRL} needs rewards of at least 0, and --reward_weights has {weight:g}; "
+                    "use weights of at least 0, or --advantage_estimator grpo"
+                )
 
     @rule
     def token_baseline_is_the_only_one(self) -> Faults:

@@ -121,6 +121,7 @@ class Flags:
         """Yield a message for every fault that shows with these facts."""
         yield from self._choice_faults()
         yield from self._range_faults()
+        yield from self._finite_faults()
         for method, names, before_resolution in _read(type(self)).rules:
             known = {name: getattr(facts, name) for name in names}
             if None in known.values() or (before_resolution and not facts.typed):
@@ -142,6 +143,12 @@ class Flags:
             if isinstance(value, int | float) and not isinstance(value, bool) and value not in valid:
                 why, advice = f": {valid.why}" if valid.why else "", ", or leave it out" if optional else ""
                 yield f"--{name} {_typed(value)} must be {valid}{why}; use --{name} {valid.use}{advice}"
+
+    def _finite_faults(self) -> Faults:
+        for name in _read(type(self)).hints.keys() - ranges(type(self)).keys():
+            value = getattr(self, name)
+            if isinstance(value, float) and not math.isfinite(value):
+                yield f"--{name} {value:g} must be a finite number; leave it out for its default"
 
 
 def is_group(hint: Any) -> bool:

@@ -7,7 +7,9 @@
     reading.py   reads the settings of a shell script, of YAML, or of a Python program
     programs.py  reads the calls of TRL in a Python program
     tables.py    what a table of keys is, and how it is applied
-    trainers.py  the tables of verl, slime and ROLL
+    rules.py     rules that the tables of several trainers share
+    verl.py      the table of verl
+    trainers.py  the tables of slime and ROLL
     trl.py       the table of TRL
     ray.py       the table of ms-swift's Ray pipeline
 

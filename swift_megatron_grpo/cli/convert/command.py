@@ -22,8 +22,9 @@ from swift_megatron_grpo.cli.command_line import FINE, Refused
 from swift_megatron_grpo.cli.convert.ray import RAY
 from swift_megatron_grpo.cli.convert.reading import read_settings
 from swift_megatron_grpo.cli.convert.tables import Conversion, Table, convert
-from swift_megatron_grpo.cli.convert.trainers import ROLL, SLIME, VERL
+from swift_megatron_grpo.cli.convert.trainers import ROLL, SLIME
 from swift_megatron_grpo.cli.convert.trl import TRL
+from swift_megatron_grpo.cli.convert.verl import VERL
 
 FIRST = ["rlhf_type", "model", "tuner_type", "dataset", "val_dataset", "reward_funcs"]
 TABLES = {"verl": VERL, "siirl": VERL, "roll": ROLL, "slime": SLIME, "trl": TRL, "ray": RAY}

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+from swift_megatron_grpo.cli.convert.rules import TARGETS, adapter
 from swift_megatron_grpo.cli.convert.tables import (
     ByHand,
     Computed,
@@ -20,7 +21,6 @@ from swift_megatron_grpo.cli.convert.tables import (
     when_positive,
     whole,
 )
-from swift_megatron_grpo.cli.convert.trainers import TARGETS, adapter
 
 _OWN = Needless("chosen by this trainer")
 _REWARDS = ByHand(

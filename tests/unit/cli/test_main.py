@@ -76,3 +76,9 @@ def test_what_a_subcommand_refuses_is_one_message(tmp_path: Path, capsys: pytest
 def test_every_flag_of_check_is_left_to_its_own_parser() -> None:
     options = parser_of("check").parse_args(["--", "--model", "m", "--help"])
     assert options.flags == ["--model", "m", "--help"]
+
+
+@pytest.mark.parametrize("size", ["nan", "inf"])
+def test_a_report_refuses_a_size_that_is_no_number(tmp_path: Path, size: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path), "--completions_mb", size])

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from swift_megatron_grpo.cli.convert.tables import convert
-from swift_megatron_grpo.cli.convert.trainers import VERL
+from swift_megatron_grpo.cli.convert.verl import VERL
 from tests.unit.data.datasets import load, write
 
 CONVERSATION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3 + 4 = ?"}]

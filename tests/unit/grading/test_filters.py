@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -98,3 +99,13 @@ def test_the_batch_keeps_its_size_and_every_group_with_a_spread(valid: list[bool
     assert names(result.graded)[: len(kept)] == kept
     assert result.uniform == len(valid) - len(kept)
     assert result.generated == len(valid) + len(drawn)
+
+
+def test_groups_of_equal_sums_are_kept_where_gdpo_gives_them_advantages() -> None:
+    rows = [[1.0, 0.0], [0.0, 2.0]]  # 2 in both, with weights 2 and 1
+    pairs = zip(group("a", (2.0, 2.0)), rows, strict=True)
+    graded = GradedRollouts.of([replace(of_group, rewards=row) for of_group, row in pairs], functions=2)
+    assert with_spread(graded, 2).tolist() == [False]
+    assert with_spread(graded, 2, (2.0, 1.0)).tolist() == [True]
+    assert with_spread(graded, 2, (0.0, 0.0)).tolist() == [False]
+    assert resample(graded, 2, 1, lambda _: graded, (2.0, 1.0)).rounds == 0

@@ -436,3 +436,12 @@ def test_the_total_reward_is_the_weighted_sum_over_applicable_functions() -> Non
 def test_an_incomplete_group_is_refused() -> None:
     with pytest.raises(ValueError, match="7 rewards cannot be split into groups of 4"):
         group_advantages([0.0] * 7, 4, "group")
+
+
+@pytest.mark.parametrize("value", [{0: 1.0, 1: 0.5}, {5.0, 7.0}, b"\x00\x01"])
+def test_rewards_are_in_an_order(value: Any) -> None:
+    def unordered(completions: list[str], **kwargs: Any) -> Any:
+        return value
+
+    with pytest.raises(RewardError, match=f"returned {type(value).__name__}, not a list of 2 numbers"):
+        call_reward_functions(make_rollouts(["a", "b"]), functions(unordered), None)

@@ -216,3 +216,20 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "swift_megatron_grpo.launch.on_ray", raising=False)
     with pytest.raises(Refused, match=r'ray is not installed; run `pip install "\.\[ray\]"` in the clone, or set'):
         main(["--rlhf_type", "grpo", "--use_ray", "true", "--device_groups", DEVICES])
+
+
+def test_a_restart_does_not_lose_the_checkpoint_of_another_run() -> None:
+    text = "train: {gpus: 1}\noutput_dir: out\nmax_failures: 2\nresume: "
+    with pytest.raises(Refused, match="would start with step 1; copy that folder into output_dir"):
+        roles(text + "/runs/a/checkpoint-100")
+    assert roles(text + "auto").max_failures == 2
+
+
+@pytest.mark.parametrize("name", ["nnodes", "max_failures", "use_ray"])
+def test_settings_of_the_run_are_not_lost_in_a_section(name: str) -> None:
+    with pytest.raises(Refused, match=f"train: {name} is a setting of the whole run"):
+        roles(f"output_dir: out\ntrain: {{gpus: 16, {name}: 2}}")
+
+
+def test_a_variable_without_a_value_is_not_the_text_none() -> None:
+    assert environment_of({"ENV": {"HF_TOKEN": None, "A": 1}}) == {"A": "1"}

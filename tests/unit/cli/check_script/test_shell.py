@@ -126,3 +126,10 @@ def test_the_templates_are_read_as_bash_runs_them(template: Path, tmp_path: Path
     assert [value for value in read[0].arguments if "plugins/" not in value] == [
         value for value in typed if "plugins/" not in value
     ]
+
+
+@pytest.mark.parametrize("before", ["env NPROC_PER_NODE=8", "sudo -E NPROC_PER_NODE=8", "NPROC_PER_NODE=8 time -p"])
+def test_a_launch_behind_env_is_found(before: str) -> None:
+    [launch] = launches(f"{before} megatron rlhf --rlhf_type grpo", {})
+    assert launch.arguments == ("--rlhf_type", "grpo")
+    assert launch.environment["NPROC_PER_NODE"] == "8"

@@ -286,3 +286,26 @@ def test_any_value_of_any_key_is_converted_or_listed(name: str, data: st.DataObj
 
 def test_the_page_has_the_tables() -> None:
     assert with_tables(PAGE.read_text()) == PAGE.read_text(), "run scripts/fix"
+
+
+_VERL = "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=x actor_rollout_ref.rollout.n=8 "
+_ACTOR = "actor_rollout_ref.actor."
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (f"{_ACTOR}policy_loss.loss_mode=cispo {_ACTOR}clip_ratio_high=0.28", {"epsilon_high": 1.28}),
+        (f"{_ACTOR}policy_loss.loss_mode=cispo", {"epsilon_high": 1.2}),
+        (f"{_ACTOR}policy_loss.loss_mode=gspo", {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
+        ("algorithm.adv_estimator=rloo", {"advantage_estimator": "rloo", "scale_rewards": "none"}),
+        ("algorithm.adv_estimator=reinforce_plus_plus", {"scale_rewards": "batch"}),
+        ("algorithm.adv_estimator=reinforce_plus_plus_baseline", {"scale_rewards": "batch"}),
+        ("algorithm.norm_adv_by_std_in_grpo=False", {"scale_rewards": "none"}),
+        (f"algorithm.use_kl_in_reward=True {_ACTOR}kl_loss_type=low_var_kl", {"kl_estimator": "k1"}),
+        ("algorithm.use_kl_in_reward=True algorithm.kl_penalty=low_var_kl", {"kl_estimator": "k3"}),
+        ("algorithm.filter_groups.max_num_gen_batches=10", {"max_resample_times": 9}),
+    ],
+)
+def test_what_a_setting_of_verl_means_depends_on_others(tmp_path: Path, words: str, expected: dict[str, Any]) -> None:
+    holds(converted(tmp_path, "run.sh", _VERL + words).flags, **expected)
