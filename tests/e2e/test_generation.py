@@ -79,7 +79,7 @@ def test_each_span_has_the_log_probs_of_its_weights_on_the_kept_cache(dense: Pat
     # weights that do not arrive end what they would have generated, and the engine continues
     assert "no trainer has joined this server" in report["failed"]
     assert report["cancelled"] == ["CancelledError"] * 2 and report["left"] == 0
-    assert len(report["after"]["completion_ids"]) > 0
+    assert "new weights have failed to arrive" in report["refused"] and len(report["after"]["completion_ids"]) > 0
 
 
 @pytest.mark.e2e

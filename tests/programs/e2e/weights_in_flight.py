@@ -98,9 +98,10 @@ async def observe(path: str, drafts: int, temperature: float) -> dict[str, Any]:
     failed = await _error_of(commands.receive(6, lora=False, collect_checksums=False, in_flight=True))
     outcomes = await asyncio.gather(*cancelled, return_exceptions=True)
     left = await tokens()
-    after = await start(10)
+    refused = await _error_of(start(10))
+    commands._is_mixed = False  # as newer weights leave it
     return {
-        "completions": completions, "after": after,
+        "completions": completions, "after": await start(10), "refused": refused,
         "differences": [difference(path, one, temperature, n if drafts else None) for n, one in enumerate(completions)],
         "planted": [difference(path, each, temperature) for each in planted(completions)],
         "drafts": (await thread.collective_rpc("grpo_take_draft_counts"))[0] if drafts else None,
