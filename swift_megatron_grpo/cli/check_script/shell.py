@@ -100,7 +100,8 @@ class Shell:
                 values.pop(0)
                 while values and (values[0].startswith("-") or _ASSIGNMENT.match(values[0])):  # sudo -E, env A=1
                     name, _, text = values.pop(0).partition("=")
-                    local |= {} if name.startswith("-") else {name: text}
+                    if not name.startswith("-"):
+                        local[name] = text
             if values:
                 yield values, {name: self.variables[name] for name in self._exported & {*self.variables}} | local
             else:

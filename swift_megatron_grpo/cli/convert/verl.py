@@ -45,7 +45,7 @@ _REFERENCE_SIZES = [
 _LOSSES = values_of(
     "loss_type", "token-mean:dapo seq-mean-token-mean:grpo seq-mean-token-sum:luspo seq-mean-token-sum-norm:dr_grpo"
 )
-_ESTIMATORS_OF_VERL = values_of(
+_ESTIMATORS = values_of(
     "advantage_estimator",
     "grpo rloo reinforce_plus_plus:reinforce_plus_plus_plain reinforce_plus_plus_baseline:reinforce_plus_plus",
     "it needs a critic, or is not known here",
@@ -77,7 +77,7 @@ def _clip_of_verl(mode: Any, both: Any, low: Any = None, high: Any = None) -> Fl
 def _advantages(estimator: Any, by_std: Any = True) -> Flags:
     """Return estimator and scale: norm_adv_by_std_in_grpo is of grpo alone, and REINFORCE++ scales over the batch."""
     scale = {"rloo": "none", "grpo": "group" if by_std else "none"}.get(text_of(estimator), "batch")
-    return {**_ESTIMATORS_OF_VERL.rule(estimator), "scale_rewards": scale}
+    return {**_ESTIMATORS.rule(estimator), "scale_rewards": scale}
 
 
 def _kl_estimator(in_reward: Any, of_reward: Any, of_loss: Any = None) -> Flags:
