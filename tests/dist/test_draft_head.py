@@ -68,6 +68,11 @@ def test_its_gradient_is_that_of_plain_transformers_in_fp64(ranks: Ranks, tmp_pa
         assert (gradient - expected).norm() <= 1e-5 * expected.norm(), name
 
 
+def test_a_step_without_trained_tokens_has_no_loss(ranks: Ranks) -> None:
+    ranks.engine("draft-head-no-tokens", "no_tokens", 1, LEARNS, kind="qwen3_5")
+    assert ranks.report("draft-head-no-tokens", 0)["drafts/loss"] == 0
+
+
 def with_drawn_projection(ranks: Ranks) -> Path:
     """Return a model whose projection is not a constant, with which rounding would be a large part of gradients."""
     source, model = ranks.model("qwen3_5"), ranks.folder / "qwen3_5-drawn-model"

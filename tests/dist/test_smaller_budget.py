@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from tests.dist.conftest import Ranks
+from tests.dist.test_router_bias import SIGMOID, with_expert_bias
 
 pytestmark = pytest.mark.dist
 LARGE, SMALL = 400, 100  # tokens of a micro batch; the second one after halving twice
@@ -21,8 +23,9 @@ def run(
     in_backward: bool = False,
     more: Sequence[str] = (),
     own: bool = False,
+    kind: str = "dense",
 ) -> list[dict[str, Any]]:
-    flags = ranks.flags("dense", "full", "float32", ["--max_tokens_per_micro_batch", str(budget), *more])
+    flags = ranks.flags(kind, "full", "float32", ["--max_tokens_per_micro_batch", str(budget), *more])
     ranks.call(name, "memory_faults:main", 2, flags, fits=fits, in_backward=in_backward, own=own)
     return [ranks.report(name, rank) for rank in range(2)]
 
@@ -63,3 +66,15 @@ def test_a_rank_has_the_log_probs_of_its_samples_with_half_the_budget(ranks: Ran
     assert found[0]["budgets"][0] < LARGE
     for ours, theirs in zip(found[0]["steps"], expected[0]["steps"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
+def test_a_repeated_step_counts_the_tokens_of_experts_once(ranks: Ranks) -> None:
+    """The counts move the routers' bias. Those of the attempt that did not fit must not be in them."""
+    moving = json.dumps(SIGMOID | {"moe_router_bias_update_rate": 1e-3})
+    more = ["--model", str(with_expert_bias(ranks)), "--megatron_extra_kwargs", moving]
+    expected = run(ranks, "experts-fit", SMALL, fits=LARGE, more=more, kind="moe")
+    found = run(ranks, "experts-too-large", LARGE, fits=SMALL, more=more, kind="moe")
+    for rank in range(2):
+        assert found[rank]["tokens_of_experts"] == expected[rank]["tokens_of_experts"]
+        assert len(expected[rank]["tokens_of_experts"]) == 2
+        assert found[rank]["weights"] == pytest.approx(expected[rank]["weights"], rel=1e-9)

@@ -118,6 +118,16 @@ def odd_batches(out: str, flags: list[str]) -> None:
     write_report(out, report)
 
 
+def no_tokens(out: str, flags: list[str]) -> None:
+    """Train on prompts alone."""
+    trainer = make_trainer(flags)
+    samples = fixed_samples(trainer.config.padded_vocab_size, 8, policies_given=True)
+    for sample in samples:
+        sample.completion_mask = [False] * len(sample.tokens)
+        sample.old_logprobs, sample.ref_logprobs = [], []
+    write_report(out, trainer.build_engine().train_step(samples, make_loss()))
+
+
 def error_of(call: Callable[[], object]) -> str:
     """Return type and message of the error that the call raises, or an empty string."""
     try:

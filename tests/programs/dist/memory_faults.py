@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from swift_megatron_grpo.cli.check_layouts.ranks import fixed_samples
+from swift_megatron_grpo.runtime.replaced import replaced
 from swift_megatron_grpo.training.memory.out_of_memory import PeerOutOfMemory
 from tests.programs.dist.engine_runs import make_loss, make_trainer
 
@@ -29,9 +31,19 @@ def main(out: str, flags: list[str], fits: int, in_backward: bool, own: bool = F
         trained = engine.passes.plan(samples).samples_of_ranks()[rank]
         for sample in (sample for index, sample in enumerate(samples) if index not in trained):
             sample.old_logprobs = sample.ref_logprobs = None
-    report: dict[str, Any] = {}
+    report: dict[str, Any] = {"tokens_of_experts": []}
+    # The package has a function of the module's name.
+    finalize_model_grads = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    updated_bias = finalize_model_grads.get_updated_expert_bias
+
+    def count(tokens: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:  # [layers, experts]
+        bias = updated_bias(tokens, *args, **options)  # which sums the tokens of all ranks in place
+        report["tokens_of_experts"].append(tokens.tolist())
+        return bias
+
     try:
-        report["steps"] = [engine.train_step(samples, make_loss()) for _ in range(2)]
+        with replaced(finalize_model_grads, "get_updated_expert_bias", count):
+            report["steps"] = [engine.train_step(samples, make_loss()) for _ in range(2)]
         report["values"] = {index: value.logprobs for index, value in engine.infer(samples).items()}
     except (torch.OutOfMemoryError, PeerOutOfMemory) as error:
         report["error"] = str(error)
