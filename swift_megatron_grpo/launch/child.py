@@ -59,9 +59,13 @@ class Child:
         words = [sys.executable, "-c", _BEGIN, str(os.getpid()), sys.executable, *self._words]
         self._process = subprocess.Popen(words, env=self._environ, cwd=self._folder, process_group=0)
 
+    @property
+    def has_started(self) -> bool:
+        return self._process is not None
+
     def state(self) -> State:
         if self._process is None:
-            return State()
+            return State(128 + signal.SIGTERM if self._ends else None)
         code = self._process.poll()
         if code is None:
             self._was_ready = self._was_ready or self._answers()

@@ -14,7 +14,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,8 +32,10 @@ from swift_megatron_grpo.launch.supervision import End, StopRequest, Supervision
 
 _STORE_SECONDS = 300.0  # for all machines to start
 _LOOK_SECONDS = 1.0
+_TRY_SECONDS = 0.2
+_CONNECT_SECONDS = 5.0
 _GONE_SECONDS = 60.0  # of a store that does not answer, after which a machine of servers ends
-_LAST_SECONDS = 30.0  # that machine 0 waits with its store for the others to end
+_LAST_SECONDS = 10.0  # that machine 0 waits with its store for the others, which look at it every second
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +99,13 @@ def run_on_machines(roles: Roles, site: Site, environ: Mapping[str, str]) -> End
         raise Refused("max_failures needs Ray on several machines; leave it out: the cluster starts a job again")
     devices = visible_devices(environ)
     numbers = servers_of_machines(roles, site.machines, None if devices is None else len(devices))[site.machine]
-    stop = StopRequest()
+    stop, key = StopRequest(), read_api_key(environ) or ""
     try:
-        others = _Others(site, range(roles.machines), read_api_key(environ) or "")
+        others = _Others(site, range(roles.machines), roles.servers, key, lambda: stop.number is not None)
         supervision = _start(roles, site, others, numbers, list(devices or ()), environ)
     except (RuntimeError, OSError) as error:  # of the store
+        if stop.number is not None:
+            return End(128 + stop.number)
         raise Refused(
             f"machine 0 ({site.address}), or another one of the job, does not answer at port {site.port + 1}, the one "
             f"after MASTER_PORT; start the same command on all machines, and open the port between them: {error}"
@@ -114,7 +118,7 @@ def run_on_machines(roles: Roles, site: Site, environ: Mapping[str, str]) -> End
 def _start(
     roles: Roles, site: Site, others: _Others, numbers: range, left: list[str], environ: Mapping[str, str]
 ) -> Supervision:
-    """Start the members of this machine: servers first, because the ranks need their addresses."""
+    """Start the servers of this machine. Its ranks start once the addresses of all servers are known."""
     variables, folder = variables_of_run(environ), os.getcwd()
     has_ranks = site.machine < roles.machines
     of_ranks = {**environ, **take(left, roles.ranks_of_machine if has_ranks else 0)}
@@ -127,36 +131,61 @@ def _start(
         servers.append(server)
     if not has_ranks:
         return Supervision([], servers, roles.trainer_flags, others.end)
-    urls = [others.heard(f"server/{number}") for number in range(roles.servers)]
-    if None in urls:
-        raise Refused(
-            f"the address of rollout server {urls.index(None)} in the store of machine 0 is not signed with the key of "
-            f"this machine; set {API_KEY_FILE_VARIABLE} to the same key on all machines"
-        )
-    flags = roles.trainer_flags + (("--vllm_server_base_url", *map(str, urls)) if urls else ())
     ranks = Child(f"machine {site.machine}", others.host, of_ranks)
-    words = torchrun(flags, roles.ranks_of_machine, roles.machines, site.machine, site.address, site.port)
-    ranks.start(words, variables, folder, None)
-    return Supervision([ranks], servers, flags, others.end)
+
+    def start_or_end() -> End | None:
+        urls = others.urls
+        if urls is not None and not ranks.has_started:
+            flags = roles.trainer_flags + (("--vllm_server_base_url", *urls) if urls else ())
+            words = torchrun(flags, roles.ranks_of_machine, roles.machines, site.machine, site.address, site.port)
+            ranks.start(words, variables, folder, None)
+        return others.end()
+
+    return Supervision([ranks], servers, roles.trainer_flags, start_or_end)
 
 
 class _Others:
     """The other machines of the job."""
 
-    def __init__(self, site: Site, with_ranks: range, key: str) -> None:
-        self._site, self._ranks, self._key = site, with_ranks, key.encode()
-        limit = timedelta(seconds=_STORE_SECONDS)
-        self._store: Any = dist.TCPStore(
-            site.address, site.port + 1, None, site.machine == 0, limit, wait_for_workers=False
-        )
+    def __init__(
+        self, site: Site, with_ranks: range, servers: int, key: str, is_stopped: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Wait until machine 0 and all machines with ranks are there, or until `is_stopped`, which raises."""
+        self._site, self._ranks, self._servers, self._key = site, with_ranks, servers, key.encode()
+        self._limit, self._is_stopped = time.monotonic() + _STORE_SECONDS, is_stopped
+        if site.machine == 0:
+            self._store: Any = self._open()
         # the address of this machine that machine 0 reaches
-        with socket.create_connection((site.address, site.port + 1), _STORE_SECONDS) as connection:
-            self.host: str = connection.getsockname()[0]
-        self._nonces = [self._nonce_of(machine) for machine in with_ranks] if key else []  # without one, all can sign
+        self.host: str = self._waited(self._reached)
+        if site.machine != 0:
+            self._store = self._open()
+        # without a key, all can sign
+        self._nonces = [self._nonce_of(machine) for machine in with_ranks] if key else []
+        self.urls: tuple[str, ...] | None = None if servers else ()  # of all servers, once they are known
         self._end: End | None = None
         self._leaves = threading.Event()
         self._heard = time.monotonic()
         threading.Thread(target=self._listen, daemon=True).start()
+
+    def _open(self) -> Any:
+        limit, is_first = timedelta(seconds=_STORE_SECONDS), self._site.machine == 0
+        return dist.TCPStore(self._site.address, self._site.port + 1, None, is_first, limit, wait_for_workers=False)
+
+    def _reached(self) -> str | None:
+        place = self._site.address, self._site.port + 1
+        with suppress(OSError), socket.create_connection(place, _CONNECT_SECONDS) as connection:
+            return str(connection.getsockname()[0])
+        return None
+
+    def _waited(self, look: Callable[[], str | None]) -> str:
+        """Return what `look` finds. A wait inside the store would hear no signal before its end."""
+        while (found := look()) is None:
+            if self._is_stopped():
+                raise RuntimeError("stopped")
+            if time.monotonic() > self._limit:
+                raise RuntimeError(f"waited {_STORE_SECONDS:g} s")
+            time.sleep(_TRY_SECONDS)
+        return found
 
     def _nonce_of(self, machine: int) -> str:
         """Return the random value of a machine with ranks, which reads addresses: here its own, not what the store has.
@@ -165,16 +194,20 @@ class _Others:
         """
         name = f"nonce/{machine}"
         if machine != self._site.machine:
-            nonce: str = self._store.get(name).decode(errors="replace")
-            return nonce
+            return self._waited(
+                lambda: self._store.get(name).decode(errors="replace") if self._store.check([name]) else None
+            )
         nonce = secrets.token_hex(16)
         self._store.set(name, nonce)
         return nonce
 
     def _listen(self) -> None:
-        """Look for the ends of other machines. A thread, because a store whose link is cut answers nothing."""
+        """Look for the servers, and for the ends of other machines.
+
+        A thread, because a store whose link is cut answers nothing.
+        """
         has_ranks = self._site.machine in self._ranks
-        while self._end is None and not self._leaves.wait(_LOOK_SECONDS):
+        while self._end is None and not self._leaves.is_set():
             with suppress(RuntimeError, ValueError):  # it answers no more
                 ends = dict(self._ends())
                 self._heard = time.monotonic()
@@ -183,15 +216,37 @@ class _Others:
                     self._end = failed
                 elif not has_ranks and all(machine in ends for machine in self._ranks):
                     self._end = End(0)
+                elif has_ranks and self.urls is None:
+                    self._find_servers()
             if not has_ranks and time.monotonic() - self._heard > _GONE_SECONDS:
                 self._end = End(1, f"machine 0 ({self._site.address}) does not answer; its servers here are ended")
+            self._leaves.wait(_LOOK_SECONDS)
+
+    def _find_servers(self) -> None:
+        missing = [number for number in range(self._servers) if not self._store.check([f"server/{number}"])]
+        if missing:
+            if time.monotonic() > self._limit:
+                self._end = End(
+                    1, f"rollout server {missing[0]} has no address {_STORE_SECONDS:g} s after the start of this "
+                    f"machine; start the same command on all machines, and open port {self._site.port + 1} of machine "
+                    f"0 ({self._site.address}) between them"
+                )  # fmt: skip
+            return
+        urls = [self.heard(f"server/{number}") for number in range(self._servers)]
+        if None in urls:
+            self._end = End(
+                1, f"the address of rollout server {urls.index(None)} in the store of machine 0 is not signed with "
+                f"the key of this machine; set {API_KEY_FILE_VARIABLE} to the same key on all machines"
+            )  # fmt: skip
+        else:
+            self.urls = tuple(map(str, urls))
 
     def say(self, name: str, text: str) -> None:
         """Write a text to the store, signed."""
         self._store.set(name, f"{self._signature(name, text)} {text}")
 
     def heard(self, name: str) -> str | None:
-        """Return the text of this name once it is there; None if another key has signed it, or none."""
+        """Return the text of this name, which is there; None if another key has signed it, or none."""
         signature, _, text = self._store.get(name).decode(errors="replace").partition(" ")
         is_ours = hmac.compare_digest(signature.encode(), self._signature(name, text).encode())
         return text if is_ours else None

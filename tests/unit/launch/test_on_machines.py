@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from time import monotonic, sleep
 
 import pytest
@@ -92,7 +98,7 @@ def test_machines_learn_how_others_ended() -> None:
     port = free_port()
     sites = [Site(number, 3, "127.0.0.1", port) for number in range(3)]
     with ThreadPoolExecutor(3) as threads:
-        first, second, servers = threads.map(lambda site: _Others(site, range(2), "a key"), sites)
+        first, second, servers = threads.map(lambda site: _Others(site, range(2), 1, "a key"), sites)
         assert servers.host == "127.0.0.1"
         left = [threads.submit(first.leave, End(0)), threads.submit(second.leave, End(0))]
         assert wait_for_end(servers) == End(0)
@@ -105,7 +111,7 @@ def test_machines_learn_how_others_ended() -> None:
 def test_what_a_stranger_writes_is_not_taken() -> None:
     """It reaches the store, as everyone does, and has another key or none."""
     site = Site(0, 3, "127.0.0.1", free_port())
-    own = _Others(site, range(1), "a key")
+    own = _Others(site, range(1), 0, "a key")
     own.say("server/0", "http://a:1")
     assert own.heard("server/0") == "http://a:1"
     stranger = dist.TCPStore("127.0.0.1", site.port + 1, is_master=False)
@@ -116,7 +122,7 @@ def test_what_a_stranger_writes_is_not_taken() -> None:
     stranger.set("server/1", signed)  # of another server
     assert own.heard("server/1") is None
     stranger.set("end/1", "[1, 2]")
-    _Others(replace(site, machine=2), range(1), "another key").say("end/2", '[1, "evil"]')
+    _Others(replace(site, machine=2), range(1), 1, "another key").say("end/2", '[1, "evil"]')
     sleep(1.5)
     assert dict(own._ends()) == {} and own.end() is None
     own._leaves.set()
@@ -128,7 +134,7 @@ def test_what_an_earlier_job_has_signed_is_not_taken() -> None:
     with ThreadPoolExecutor(2) as threads:
         port = free_port()
         sites = [Site(number, 3, "127.0.0.1", port) for number in range(2)]
-        earlier, other = threads.map(lambda site: _Others(site, range(2), "a key"), sites)
+        earlier, other = threads.map(lambda site: _Others(site, range(2), 1, "a key"), sites)
         earlier.say("server/0", "http://old:1")
         earlier.say("end/2", '[1, "old"]')
         assert other.heard("server/0") == "http://old:1"
@@ -137,16 +143,17 @@ def test_what_an_earlier_job_has_signed_is_not_taken() -> None:
 
         port = free_port()
         sites = [Site(number, 3, "127.0.0.1", port) for number in range(2)]
-        first = threads.submit(_Others, sites[0], range(2), "a key")
+        first = threads.submit(_Others, sites[0], range(2), 1, "a key")
         stranger = dist.TCPStore("127.0.0.1", port + 1, is_master=False)
         stranger.wait(["nonce/0"])  # the first machine has begun, and the second has not
         for name in names:
             stranger.set(name, recorded[name])
-        second = _Others(sites[1], range(2), "a key")
+        second = _Others(sites[1], range(2), 1, "a key")
         later = [first.result(20), second]
     sleep(1.5)
     for each in later:
-        assert each.heard("server/0") is None and each.end() is None and dict(each._ends()) == {}
+        assert each.heard("server/0") is None and each.urls is None and dict(each._ends()) == {}
+        assert "rollout server 0 in the store of machine 0 is not signed" in wait_for_end(each).line
     for each in (earlier, other, *later):
         each._leaves.set()
 
@@ -155,6 +162,50 @@ def test_a_failure_of_one_machine_ends_the_others() -> None:
     port = free_port()
     sites = [Site(number, 2, "127.0.0.1", port) for number in range(2)]
     with ThreadPoolExecutor(2) as threads:
-        first, servers = threads.map(lambda site: _Others(site, range(1), "a key"), sites)
+        first, servers = threads.map(lambda site: _Others(site, range(1), 1, "a key"), sites)
         servers.leave(End(1, "rollout server 0 ended"))
         assert wait_for_end(first) == End(1, "machine 1: rollout server 0 ended")
+
+
+def test_ranks_begin_once_all_servers_have_an_address() -> None:
+    port = free_port()
+    sites = [Site(number, 2, "127.0.0.1", port) for number in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        first, servers = threads.map(lambda site: _Others(site, range(1), 2, "a key"), sites)
+        servers.say("server/1", "http://b:1")
+        sleep(1.5)
+        assert first.urls is None and first.end() is None
+        servers.say("server/0", "http://a:1")
+        limit = monotonic() + 20
+        while first.urls is None and monotonic() < limit:
+            sleep(0.05)
+        assert first.urls == ("http://a:1", "http://b:1")
+        for each in (first, servers):
+            each._leaves.set()
+
+
+@pytest.mark.parametrize("waits_for", ["machine 0", "a machine with ranks", "a server"])
+def test_a_machine_that_waits_for_others_stops_at_a_signal(tmp_path: Path, waits_for: str) -> None:
+    """Slurm and Kubernetes kill what has not ended half a minute after it."""
+    ranks, machines, machine = {"machine 0": (1, 2, 1), "a machine with ranks": (2, 3, 0), "a server": (1, 2, 0)}[
+        waits_for
+    ]
+    config = tmp_path / "run.yaml"
+    config.write_text(f"nnodes: {ranks}\ntrain: {{gpus: {ranks}}}\nrollout: {{gpus: 1}}\n")
+    place = {"NNODES": str(machines), "NODE_RANK": str(machine), "MASTER_ADDR": "127.0.0.1"}
+    variables = {**os.environ, **place, "MASTER_PORT": str(free_port()), API_KEY_VARIABLE: "key"}
+    words = [sys.executable, "-m", "swift_megatron_grpo.launch", str(config)]
+    with subprocess.Popen(words, env=variables, stderr=subprocess.PIPE, text=True) as process:
+        while not catches_sigterm(process.pid):
+            assert process.poll() is None
+            sleep(0.2)
+        sleep(2)  # until it waits
+        process.send_signal(signal.SIGTERM)
+        error = process.communicate(timeout=30)[1]
+    assert process.returncode == 143, error
+
+
+def catches_sigterm(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = re.search(r"^SigCgt:\s*(\w+)", status, re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
