@@ -145,19 +145,19 @@ class Trained(Flags):
             )
 
     @rule
-    def the_distributed_optimizer_has_states_on_the_cpu(self) -> Faults:
+    def the_distributed_optimizer_has_these_states(self) -> Faults:
         """Megatron fails once the model is built."""
-        if not (self.optimizer_cpu_offload and self.use_distributed_optimizer):
+        if not self.use_distributed_optimizer:
             return
-        if self.torch_dtype == torch.float32:
+        if self.optimizer_cpu_offload and self.torch_dtype == torch.float32:
             yield (
                 "--optimizer_cpu_offload true: Megatron's distributed optimizer cannot move states of fp32 weights to "
                 "the CPU; use --torch_dtype bfloat16, or --use_distributed_optimizer false"
             )
-        elif self.optimizer != "adam":
+        if self.optimizer == "sgd":
             yield (
-                f"--optimizer_cpu_offload true with --optimizer {self.optimizer} needs --use_distributed_optimizer "
-                "false; set it, or use --optimizer adam"
+                "--optimizer sgd needs --use_distributed_optimizer false, because Megatron's distributed optimizer "
+                "shards the states of Adam only; set it, or use --optimizer adam"
             )
 
 

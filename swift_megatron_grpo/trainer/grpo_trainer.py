@@ -35,7 +35,7 @@ from swift_megatron_grpo.trainer.start import Start, checkpoint_writer, moved_re
 from swift_megatron_grpo.training import draft_head, engine, passes, preparation, reference, trained_weights
 from swift_megatron_grpo.training.draft_head import DraftHead
 from swift_megatron_grpo.training.layers.attention_check import check_attention
-from swift_megatron_grpo.training.upstream_fixes import adapter_settings, hybrid_optimizer
+from swift_megatron_grpo.training.upstream_fixes import adapter_settings, hybrid_optimizer, sgd
 from swift_megatron_grpo.training.upstream_fixes.linear_attention import supply_context_parallelism
 from swift_megatron_grpo.training.upstream_fixes.marks import mark_sharded_parameters
 from swift_megatron_grpo.training.upstream_fixes.result_queue import end_writers_with_rank
@@ -101,6 +101,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     def get_optimizer_and_scheduler(self) -> tuple[Any, Any]:
         optimizer, scheduler = super().get_optimizer_and_scheduler()
+        sgd.supply_states(optimizer)
         if self.args.mtp_num_layers:
             self.draft_head = DraftHead(self.wrapped_models)
             optimizer = self.draft_head.join(optimizer, scheduler)

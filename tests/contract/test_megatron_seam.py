@@ -25,7 +25,7 @@ def upstream() -> dict[str, Any]:
         import importlib, importlib.metadata
         import megatron.core
         import torch
-        from megatron.core import jit, parallel_state, utils
+        from megatron.core import jit, optimizer as optimizers, parallel_state, utils
         from megatron.core.distributed import DistributedDataParallel, finalize_model_grads, param_and_grad_buffer
         from megatron.core.extensions import transformer_engine as extensions
         from megatron.core.fusions import fused_bias_swiglu
@@ -50,6 +50,7 @@ def upstream() -> dict[str, Any]:
             "destroy": source(parallel_state.destroy_model_parallel),
             "distributed_optimizer": source(distrib_optimizer.DistributedOptimizer),
             "optimizer": source(optimizer),
+            "optimizers": source(optimizers),
             "adam_of_optimizer": distrib_optimizer.Adam.__name__,
             "clip_grads": sorted(vars(clip_grads)),
             "loops_used": clip_grads.multi_tensor_applier is utils.local_multi_tensor_applier,
@@ -132,6 +133,13 @@ def test_an_optimizer_step_reads_all_state_from_the_inner_optimizer(core: Versio
     assert "self.optimizer.state[main_param]" in upstream()["distributed_optimizer"]
     assert "dst_tensors[key].copy_(tensors[key])" in upstream()["distributed_optimizer"]
     assert upstream()["adam_of_optimizer"] == "FusedAdam"
+
+
+def test_sgd_is_built_without_the_function_that_makes_its_state() -> None:
+    """training/upstream_fixes/sgd.py; loading a checkpoint calls it."""
+    of_sgd = upstream()["optimizers"].split("optimizer == 'sgd'")[1].split("else:")[0]
+    assert "optimizer = SGD(" in of_sgd and "init_state_fn = None" in of_sgd
+    assert "self.init_state_fn(self.optimizer, self.config)" in upstream()["optimizer"]
 
 
 def test_losses_of_moe_layers_are_reported_with_these_settings() -> None:

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.support.runs import CANNED, PROBE, REWARDS, Finished, hf_difference, megatron_rlhf, read_json_lines
 
@@ -117,6 +119,18 @@ def test_a_run_with_optimizer_states_on_cpu_resumes_as_if_uninterrupted(
     start = ["--finetune", "false", "--mcore_model", str(low.folder / "checkpoint-1")]
     resumed = train(folder, dense, dataset, "resumed", *start, *BF16, "--optimizer_cpu_offload", "true", *STATES)
     assert [line["iteration"] for line in resumed.log] == ["2/2"] and same_steps(resumed, low)
+
+
+def test_a_run_with_sgd_resumes_as_if_uninterrupted(folder: Path, dense: Path, dataset: Path) -> None:
+    """Its state is the momentum, which shows in the weights after the next step; see upstream_fixes/sgd.py."""
+    constant = ["--train_iters", "3", "--lr_decay_style", "constant"]
+    sgd = ["--optimizer", "sgd", *ALL_WEIGHTS, *STATES, "--sync_check", "off", *constant]
+    whole = train(folder, dense, dataset, "sgd", *sgd)
+    start = ["--finetune", "false", "--mcore_model", str(whole.folder / "checkpoint-2")]
+    resumed = train(folder, dense, dataset, "sgd-resumed", *start, *sgd)
+    assert [line["iteration"] for line in resumed.log] == ["3/3"] and same_steps(resumed, whole)
+    weights = [load_file(run.last_checkpoint / "model.safetensors") for run in (whole, resumed)]
+    assert all(torch.equal(weights[1][name], weight) for name, weight in weights[0].items())
 
 
 def test_a_reference_in_megatrons_format_equals_that_in_safetensors(
