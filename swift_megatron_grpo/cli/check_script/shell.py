@@ -4,25 +4,39 @@ Bash with stubs on PATH would understand more, but the script's other lines woul
 absolute paths are out of a stub's reach, and people check scripts that they got from somewhere.
 
 What is read: assignments, `export`, arrays, ${NAME}, ${NAME:-default} and ${NAME:?message}, quotes, continued lines,
-comments, command separators and redirections. A substitution of commands, arithmetic or patterns has no value here and
-becomes an empty text. What variables expand to is bounded, because a few lines may double a text for ever.
+comments, command separators and redirections. A command that starts another one is looked through (`srun`, `timeout`),
+and so are `bash -c TEXT` and a here-document of a shell or of `sbatch`; other here-documents are data. A substitution
+of commands, arithmetic or patterns has no value here and becomes an empty text. What variables expand to is bounded,
+because a few lines may double a text for ever.
 """
 
+from __future__ import annotations
+
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 COMMANDS = {("megatron", "rlhf"): "rlhf", ("swift", "megatron", "rlhf"): "rlhf", ("swift", "rollout"): "rollout"}
 _MOST = 10_000_000  # characters that the variables of a script expand to
 _PROGRAM = re.compile(r"(?:^|[/.])cli[/.](_megatron[/.])?(\w+?)(?:\.py)?$")  # of ms-swift: a file or a module
 _LAUNCHER = re.compile(r"(?:(?:^|/)(?:python[\d.]*|torchrun)|^-m)$")
 _SIZES = {"nproc_per_node": "NPROC_PER_NODE", "nnodes": "NNODES"}  # flags of torchrun, and what `megatron` reads
-_WRAPPERS = {"exec", "nohup", "env", "time", "sudo"}
+# Commands that start the command after their own options, which may have values: only the launch itself is looked for.
+_WRAPPERS = {
+    "exec", "nohup", "env", "time", "sudo", "command", "srun", "timeout", "nice", "ionice", "numactl", "taskset",
+    "setsid", "stdbuf", "systemd-run", "mpirun", "mpiexec", "docker", "podman", "singularity", "apptainer", "enroot",
+    "conda", "mamba", "micromamba", "uv", "poetry", "pixi", "nsys", "ncu", "py-spy", "ray",
+}  # fmt: skip
+_SHELLS = {"bash", "sh", "dash", "ksh", "zsh"}
+_TEXT = re.compile(r"-[a-z]*c")  # the option of a shell before a script
 _DECLARATIONS = {"export", "declare", "readonly", "local"}
-_KEYWORDS = {"then", "do", "else", "{", "if", "while", "until"}
+_KEYWORDS = {"then", "do", "else", "elif", "{", "if", "while", "until", "!"}
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _ARRAY = re.compile(r"([A-Za-z_]\w*)(\+?)=\((.*)\)", re.DOTALL)
 _REDIRECTION = re.compile(r"\d*[<>]+&?[ \t]*")
+_HERE = re.compile(r"\d*<<(-?)[ \t]*(?=[^<\s])")
+_ESCAPED_HERE = re.compile(r"\\([$`\\])")
 _PARAMETER = re.compile(r"\$(?:[A-Za-z_]\w*|[@*#?$!0-9-])")
 _ESCAPED = re.compile(r'\\["\\$`]')  # in double quotes
 _IN_BRACES = re.compile(r"([A-Za-z_]\w*)(\[[@*]\])?(?:(:?[-?])(.*))?", re.DOTALL)
@@ -96,13 +110,15 @@ class Shell:
                 self._declare(words[1:])
                 continue
             values = [value for word in words for value in self._expand(word)]
-            while values and values[0] in _WRAPPERS:
-                values.pop(0)
-                while values and (values[0].startswith("-") or _ASSIGNMENT.match(values[0])):  # sudo -E, env A=1
-                    name, _, text = values.pop(0).partition("=")
-                    if not name.startswith("-"):
-                        local[name] = text
-            if values:
+            if values and _program_of(values[0]) in _WRAPPERS:
+                started = _start_of_launch(values)
+                given = filter(_ASSIGNMENT.match, values[:started])  # env A=1
+                local |= {name: text for name, _, text in (word.partition("=") for word in given)}
+                values = values[started:]
+            if (text := _text_of_shell(values)) is not None:
+                for inner, environment in self.run(text):
+                    yield inner, environment | local
+            elif values:
                 yield values, {name: self.variables[name] for name in self._exported & {*self.variables}} | local
             else:
                 self.variables |= local
@@ -171,9 +187,73 @@ class Shell:
         return value
 
 
+def _program_of(word: str) -> str:
+    return word.rsplit("/", 1)[-1]
+
+
+def _start_of_launch(values: list[str]) -> int:
+    """Return where the command begins that a wrapper starts, as far as it is one that is looked for; else the end."""
+    for place in range(1, len(values)):
+        typed = (_program_of(values[place]), *values[place + 1 :])
+        if _LAUNCHER.search(values[place]) or _text_of_shell(typed) is not None:
+            return place
+        if any(typed[: len(command)] == command for command in COMMANDS):
+            return place
+    return len(values)
+
+
+def _text_of_shell(values: Sequence[str]) -> str | None:
+    """Return the script in `bash -c SCRIPT`; None: this is another command."""
+    if not values or _program_of(values[0]) not in _SHELLS:
+        return None
+    for place, word in enumerate(values[1:-1], start=1):
+        if _TEXT.fullmatch(word):
+            return values[place + 1]
+        if not word.startswith(("-", "+")) and not values[place - 1].endswith("o"):  # -o pipefail
+            return None
+    return None
+
+
+def _reads_script(words: Sequence[str]) -> bool:
+    """Return True if what a command, as written, reads from its standard input is a script."""
+    for place, word in enumerate(words):
+        if _program_of(word) == "sbatch":
+            return True
+        if _program_of(word) in _SHELLS:
+            return all(each.startswith("-") for each in words[place + 1 :])
+    return False
+
+
+class _Here(NamedTuple):
+    """A here-document that begins after the line."""
+
+    end: str  # its last line
+    is_indented: bool  # <<-
+    is_literal: bool  # <<'EOF'
+    is_script: bool = False
+
+    @classmethod
+    def at(cls, script: str, match: re.Match[str]) -> tuple[_Here, int]:
+        """Return the here-document whose operator is here, and where its word ends."""
+        end = _end_of_word(script, match.end())
+        word = script[match.end() : end]
+        name = re.sub(r"[\"'\\]", "", word)
+        return cls(name, bool(match[1]), name != word), end
+
+    def read(self, script: str, at: int) -> tuple[str, int]:
+        """Return its text, which begins here, and its end. Without a last line it is none: `((1 << 2))`."""
+        blanks = r"\t*" if self.is_indented else ""
+        match = re.compile(rf"^{blanks}{re.escape(self.end)}$", re.MULTILINE).search(script, at)
+        if match is None:
+            return "", at
+        text = script[at : match.start()]
+        return text if self.is_literal else _ESCAPED_HERE.sub(r"\1", text), match.end()
+
+
 def _commands(script: str, blanks: str = " \t\r") -> Iterator[list[str]]:
     """Yield the words of each simple command, as they are written; keywords of loops and conditions are dropped."""
     words: list[str] = []
+    documents: list[_Here] = []
     at = 0
     while at < len(script):
         if script[at] in blanks:
@@ -181,15 +261,24 @@ def _commands(script: str, blanks: str = " \t\r") -> Iterator[list[str]]:
         elif script[at] == "#":
             at = _find(script, "\n", at)
         elif script[at] in "\n;|&()":
-            at += 1
             if words:
                 yield words
+            at += 1
             words = []
+            if script[at - 1] == "\n":
+                for document in documents:
+                    text, at = document.read(script, at)
+                    if document.is_script:
+                        yield from _commands(text)
+                documents = []
+        elif here := _HERE.match(script, at):
+            document, at = _Here.at(script, here)
+            documents.append(document._replace(is_script=_reads_script(words)))
         elif redirection := _REDIRECTION.match(script, at):
             at = _end_of_word(script, redirection.end())
         else:
             end = _end_of_word(script, at)
-            if script[at:end] not in _KEYWORDS:
+            if words or script[at:end] not in _KEYWORDS:
                 words.append(script[at:end])
             at = end
     if words:

@@ -133,3 +133,51 @@ def test_a_launch_behind_env_is_found(before: str) -> None:
     [launch] = launches(f"{before} megatron rlhf --rlhf_type grpo", {})
     assert launch.arguments == ("--rlhf_type", "grpo")
     assert launch.environment["NPROC_PER_NODE"] == "8"
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "srun --nodes=2 --ntasks-per-node 1 env A=1 megatron rlhf --lr 1",
+        "A=1 timeout --signal INT -k 30 3600 megatron rlhf --lr 1",
+        "sudo -u trainer -E A=1 megatron rlhf --lr 1",
+        "nohup timeout 5 srun -N2 env -u B A=1 numactl -N 0 /opt/bin/megatron rlhf --lr 1",
+        "A=1 uv run --no-sync megatron rlhf --lr 1",
+        "srun -N 2 bash -lc 'export A=1\nmegatron rlhf --lr 1'",
+        'A=1 bash -eo pipefail -c "megatron rlhf --lr 1"',
+        "if ! A=1 megatron rlhf --lr 1; then exit 1; fi",
+        "srun -N 2 env A=1 python -m swift.cli._megatron.rlhf --lr 1",
+    ],
+)
+def test_a_launch_by_another_command_is_found(script: str) -> None:
+    [launch] = launches(script)
+    assert (launch.kind, launch.arguments, launch.environment) == ("rlhf", ("--lr", "1"), {"A": "1"})
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "cat > note.txt <<EOF\nDon't run (\"megatron\nEOF\n",
+        "cat <<-'EOF' > run.sh\n\tmegatron rlhf --lr 2\n\tEOF\n",
+        'cat <<A <<"B" > both\n\'\nA\n"\nB\n',
+        "((size = 1 << 2))\n",
+        "cat <<< EOF\n",
+    ],
+)
+def test_a_here_document_is_data_and_hides_no_launch(script: str) -> None:
+    [launch] = launches(f"{script}A=1 megatron rlhf --lr 1")
+    assert (launch.arguments, launch.environment) == (("--lr", "1"), {"A": "1"})
+
+
+@pytest.mark.parametrize(
+    "shell", ["srun -N 2 bash <<'EOF'", "sbatch --nodes 2 <<EOF", "sudo -u trainer bash -s <<-EOF"]
+)
+def test_a_here_document_of_a_shell_is_a_script(shell: str) -> None:
+    escape = "" if "'" in shell else "\\"
+    script = f"LR=3\n{shell}\n#SBATCH -N 2\nexport LR=1\nmegatron rlhf --lr {escape}$LR\nEOF\nmegatron rlhf --lr 2"
+    assert [launch.arguments for launch in launches(script)] == [("--lr", "1"), ("--lr", "2")]
+
+
+def test_a_shell_that_starts_itself_is_refused() -> None:
+    with pytest.raises((ValueError, RecursionError)):
+        launches('A=\'bash -c "$A; $A"\'\nbash -c "$A"')
