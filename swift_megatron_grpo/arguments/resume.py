@@ -1,5 +1,6 @@
 """Apply --resume: find the checkpoint, and set the flags that load it, before ms-swift and other checks read them."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from swift.utils import get_logger, init_process_group
 
 from swift_megatron_grpo.arguments.derived import DerivedArguments
-from swift_megatron_grpo.output.checkpoints.newest import FLAG, Checkpoint, find_newest, open_checkpoint
+from swift_megatron_grpo.output.checkpoints.newest import AFTER_VARIABLE, FLAG, Checkpoint, find_newest, open_checkpoint
 from swift_megatron_grpo.output.checkpoints.sources import BadCheckpoint, Source
 
 logger = get_logger()
@@ -87,7 +88,8 @@ def continue_from(args: DerivedArguments, checkpoint: Checkpoint) -> None:
 
 
 def _newest(args: DerivedArguments, output_dir: Path) -> Checkpoint | None:
-    newest, skipped = find_newest(output_dir, loads_optimizer=not args.no_load_optim)
+    after = float(os.environ.get(AFTER_VARIABLE, "0"))
+    newest, skipped = find_newest(output_dir, loads_optimizer=not args.no_load_optim, after=after)
     for reason in skipped:
         logger.warning(f"--resume auto skips {reason}")
     if newest is None:

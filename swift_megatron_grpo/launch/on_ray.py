@@ -25,7 +25,7 @@ from swift_megatron_grpo.launch.capacity import refuse_too_few
 from swift_megatron_grpo.launch.child import Child
 from swift_megatron_grpo.launch.member import State
 from swift_megatron_grpo.launch.roles import Refused, Roles
-from swift_megatron_grpo.launch.start import start, variables_of_run
+from swift_megatron_grpo.launch.start import start, variables_of_restarts, variables_of_run
 from swift_megatron_grpo.launch.supervision import End, StopRequest, Supervision, run, say
 
 _STORE_BYTES = 100 * 2**20  # of a Ray that is started here: nothing of a run is in its object store
@@ -44,7 +44,8 @@ def run_on_ray(roles: Roles, environ: Mapping[str, str], device: str) -> End:
     """
     _connect(environ)
     refuse_too_few(roles, device, [node["Resources"] for node in ray.nodes() if node["Alive"]])
-    stop, variables, starts = StopRequest(), variables_of_run(environ), count(1)
+    stop, starts = StopRequest(), count(1)
+    variables, again = variables_of_run(environ), variables_of_restarts(roles)
     groups: list[PlacementGroup] = []
 
     def begin(resumes: bool) -> Supervision:
@@ -53,7 +54,9 @@ def run_on_ray(roles: Roles, environ: Mapping[str, str], device: str) -> End:
         groups.append(placed(roles, device, stop))
         name = "-".join(filter(None, (roles.name, f"start{next(starts)}" if resumes else "")))
         ranks, servers = actors(roles, groups[0], device, name)
-        return start(roles.resumed() if resumes else roles, ranks, servers, variables)
+        if resumes:
+            return start(roles.resumed(), ranks, servers, {**variables, **again})
+        return start(roles, ranks, servers, variables)
 
     try:
         return run(begin, roles.max_failures, stop)

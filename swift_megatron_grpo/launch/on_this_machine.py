@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from swift_megatron_grpo.launch.child import Child
 from swift_megatron_grpo.launch.devices import take, visible_devices
 from swift_megatron_grpo.launch.roles import Refused, Roles
-from swift_megatron_grpo.launch.start import start, variables_of_run
+from swift_megatron_grpo.launch.start import start, variables_of_restarts, variables_of_run
 from swift_megatron_grpo.launch.supervision import End, StopRequest, Supervision, run
 
 _HOST = "127.0.0.1"
@@ -25,7 +25,7 @@ def run_on_this_machine(roles: Roles, environ: Mapping[str, str]) -> End:
             f"train and rollout need {needed} GPUs, and this machine has {len(devices)} ({','.join(devices)}); use "
             "smaller gpus in both, or --use_ray true on a cluster"
         )
-    stop, variables = StopRequest(), variables_of_run(environ)
+    stop, variables, again = StopRequest(), variables_of_run(environ), variables_of_restarts(roles)
 
     def begin(resumes: bool) -> Supervision:
         left = list(devices or ())
@@ -34,6 +34,8 @@ def run_on_this_machine(roles: Roles, environ: Mapping[str, str]) -> End:
             Child(f"rollout server {n}", _HOST, {**environ, **take(left, roles.gpus_of_server)})
             for n in range(roles.servers)
         ]
-        return start(roles.resumed() if resumes else roles, [ranks], servers, variables)
+        if resumes:
+            return start(roles.resumed(), [ranks], servers, {**variables, **again})
+        return start(roles, [ranks], servers, variables)
 
     return run(begin, roles.max_failures, stop)

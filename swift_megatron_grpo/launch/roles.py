@@ -103,6 +103,8 @@ def roles_of(file: Settings, typed: Settings, environ: Mapping[str, str]) -> Rol
             "another one: a failure before the first checkpoint would start with step 1; copy that folder into "
             "output_dir and use resume: auto, or leave max_failures out"
         )
+    if failures:
+        _check_checkpoints(trainer, failures)
     if failures and not trainer.get("output_dir"):
         raise Refused(f"max_failures {failures} continues from checkpoints; set output_dir, or leave max_failures out")
     return Roles(
@@ -116,6 +118,21 @@ def roles_of(file: Settings, typed: Settings, environ: Mapping[str, str]) -> Rol
         name=_text(common, "ray_exp_name"),
         max_failures=failures,
     )
+
+
+def _check_checkpoints(trainer: Settings, failures: int) -> None:
+    """Refuse flags with which a start after a failure would be refused."""
+    typed = {name: str(trainer.get(name)).lower() for name in ("finetune", "no_save_optim", "no_load_optim")}
+    if typed["finetune"] == "false":
+        raise Refused(
+            f"max_failures {failures} continues with resume: auto, which sets finetune: false and the checkpoint "
+            "itself; leave out finetune, and set resume: auto to continue from output_dir, or leave max_failures out"
+        )
+    if typed["no_save_optim"] == "true" and typed["no_load_optim"] != "true":
+        raise Refused(
+            f"max_failures {failures} continues from checkpoints, and no_save_optim: true saves none to continue from; "
+            "use no_save_optim: false, or leave max_failures out"
+        )
 
 
 def environment_of(file: Settings) -> dict[str, str]:

@@ -3,12 +3,15 @@
 import os
 import secrets
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE, read_api_key
 from swift_megatron_grpo.launch.commands import rollout, torchrun, url_of
 from swift_megatron_grpo.launch.member import Member
 from swift_megatron_grpo.launch.roles import Roles
 from swift_megatron_grpo.launch.supervision import Supervision
+from swift_megatron_grpo.output.checkpoints.newest import AFTER_VARIABLE, last_save
+from swift_megatron_grpo.plugin.command_line import parse_flag
 
 # Variables that belong to a machine or to what schedules on it, and not to the run.
 _OF_MACHINE = {
@@ -27,6 +30,15 @@ def variables_of_run(environ: Mapping[str, str]) -> dict[str, str]:
         if name not in _OF_MACHINE and not name.startswith(_OF_SCHEDULERS)
     }
     return of_run if read_api_key(environ) else {**of_run, API_KEY_VARIABLE: secrets.token_hex(32)}
+
+
+def variables_of_restarts(roles: Roles) -> dict[str, str]:
+    """Return what a start after a failure gets in addition: a run that begins anew continues no earlier run's work."""
+    flags = roles.trainer_flags
+    output_dir = parse_flag(flags, "output_dir")
+    if not roles.max_failures or output_dir is None or parse_flag(flags, "resume") == "auto":
+        return {}
+    return {AFTER_VARIABLE: repr(last_save(Path(output_dir).expanduser().absolute()))}
 
 
 def start(

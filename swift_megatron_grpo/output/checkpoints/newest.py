@@ -9,6 +9,7 @@ from swift_megatron_grpo.output.checkpoints.manifest import MANIFEST, BadManifes
 from swift_megatron_grpo.output.disk.files import read_regular
 
 FLAG = "resume"  # in errors about the checkpoint
+AFTER_VARIABLE = "SWIFT_MEGATRON_GRPO_RESUME_AFTER"  # set by launch/: the time of the last save by earlier runs
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _VERSION = re.compile(r"v\d+-.+")  # the folder of one run below --output_dir (--add_version)
 _SHOWN = 3  # checkpoints that an error names
@@ -30,11 +31,13 @@ class Checkpoint:
         return {"finetune": False, "mcore_adapter" if self.has_adapter else "mcore_model": str(self.folder)}
 
 
-def find_newest(output_dir: Path, loads_optimizer: bool = True) -> tuple[Checkpoint | None, list[str]]:
+def find_newest(
+    output_dir: Path, loads_optimizer: bool = True, after: float = 0.0
+) -> tuple[Checkpoint | None, list[str]]:
     """Return the newest whole checkpoint of an output folder and its runs, and why newer ones are skipped.
 
     Files up to 1 MiB are verified, and the sizes of all others. Raises BadCheckpoint if there are only damaged ones:
-    a run that starts again would overwrite them.
+    a run that starts again would overwrite them. Those that were not saved `after` this are left out.
     """
     skipped, damaged = list[str](), list[str]()
     found = sorted(
@@ -43,6 +46,9 @@ def find_newest(output_dir: Path, loads_optimizer: bool = True) -> tuple[Checkpo
         reverse=True,
     )
     for place, folder in enumerate(found):
+        if saved_at(folder) <= after:
+            skipped.append(f"{folder} and what is older: they are of earlier runs")
+            break
         if not has_manifest(folder):
             skipped.append(f"{folder}: it has no {MANIFEST}, which is written last, so its save was interrupted")
             continue
