@@ -82,8 +82,8 @@ class Algorithm(Flags):
     @rule
     def completions_can_be_compared(self) -> Faults:
         estimator, scale, kl_in_reward = self.advantage_estimator, self.scale_rewards, self.kl.kl_in_reward
-        if kl_in_reward is None:
-            kl_in_reward = estimator != "grpo"
+        if kl_in_reward is None and estimator in ESTIMATORS:
+            kl_in_reward = ESTIMATORS[estimator].kl_in_reward
         if self.num_generations == 1 and self.teacher.is_alone:
             if kl_in_reward and self.loss.beta != 0:
                 yield (

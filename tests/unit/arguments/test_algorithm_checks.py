@@ -118,6 +118,8 @@ ACCEPTED: list[dict[str, Any]] = [
     {"old_logprobs": "engine", "off_policy_sequence_mask_delta": 0.5},
     {"m2_threshold": 0.04, "rollout_importance_sampling_mode": "token_truncate"},
     {"delta": 2.0},
+    # the teacher alone: this estimator leaves the KL out of rewards unless it is told otherwise
+    {"advantage_estimator": "maxrl", "num_generations": 1, "teacher_model": "large", "reward_funcs": [], "beta": 0.1},
     {"dual_clip": 3.0, "loss_type": "dapo"},
     {"kl_target": 0.01},
     {**REAL, "off_policy_sequence_mask_delta": 0.1},
