@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, OneOf, Range, flag, rule
-from swift_megatron_grpo.settings.losses import Kl, LossConfig
+from swift_megatron_grpo.settings.losses import CLIPS_RATIO, Kl, LossConfig
 from swift_megatron_grpo.settings.teacher import WITHOUT_REWARDS, Teacher
 
 ScaleRewards = Literal["group", "batch", "none", "gdpo"]
@@ -248,12 +248,32 @@ class Algorithm(Flags):
                 "--loss_type luspo is meant for ratios of whole completions: use --importance_sampling_level sequence, "
                 "unless the sum of token losses is what you want"
             )
+        if apart := self._averaged_over_completions():
+            notes.append(
+                f"{', '.join(apart)}: --importance_sampling_level sequence gives all tokens of a completion the same "
+                "gradient, the mean of what each would get; use --importance_sampling_level sequence_token to keep "
+                "them apart"
+            )
         if loss == "cispo" and high < 1:
             notes.append(
                 f"--loss_type cispo bounds token weights at epsilon_high itself ({high:g}), which is below 1, the "
                 "weight of a token with an unchanged probability; --epsilon_high 5 is common"
             )
         return notes
+
+    def _averaged_over_completions(self) -> list[str]:
+        """Return what treats tokens differently, where the loss has the gradient of a completion's one ratio."""
+        level, loss = self.loss.importance_sampling_level, self.loss.name
+        if level != "sequence" or not (CLIPS_RATIO.get(loss) or loss == "sapo"):
+            return []
+        of_tokens = {
+            f"--advantage_estimator {OPTIMAL_TOKEN}": self.advantage_estimator == OPTIMAL_TOKEN,
+            "--loss_type fipo": loss == "fipo",
+            f"--top_entropy_quantile {self.top_entropy_quantile:g}": self.top_entropy_quantile != 1,
+            f"--m2_threshold {self.loss.correction.m2_threshold}": self.loss.correction.m2_threshold is not None,
+            f"the teacher {self.teacher.name}": self.teacher.exists and not self.teacher.sdar.is_on,
+        }
+        return [typed for typed, is_given in of_tokens.items() if is_given]
 
 
 def defaults_of(estimator: str) -> dict[str, Any]:

@@ -172,6 +172,23 @@ def test_flags_without_effect_are_named_in_the_log() -> None:
     assert notes(loss_type="cispo", epsilon_high=5.0) == []
 
 
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"advantage_estimator": "optimal_token_baseline"}, "--advantage_estimator optimal_token_baseline"),
+        ({"top_entropy_quantile": 0.2, "loss_type": "sapo"}, "--top_entropy_quantile 0.2"),
+        ({"m2_threshold": 0.04}, "--m2_threshold 0.04"),
+        ({"loss_type": "fipo"}, "--loss_type fipo"),
+        ({"teacher_model": "large"}, "the teacher large"),
+    ],
+)
+def test_what_one_ratio_of_a_completion_averages_is_noted(changes: dict[str, Any], name: str) -> None:
+    [note] = of(Algorithm, importance_sampling_level="sequence", **changes).notes()
+    assert note.startswith(f"{name}: --importance_sampling_level sequence gives all tokens")
+    assert of(Algorithm, importance_sampling_level="sequence_token", **changes).notes() == []
+    assert of(Algorithm, importance_sampling_level="token", **changes).notes() == []
+
+
 def test_a_function_counts_once_and_is_listed_once() -> None:
     assert "--reward_funcs format: it is listed 2 times" in faults(Rewards, reward_funcs=["format", "a", "format"])
     assert faults(Rewards, reward_funcs=["format", "accuracy"]) == ""
