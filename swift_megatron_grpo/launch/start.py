@@ -33,7 +33,7 @@ def variables_of_run(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def variables_of_restarts(roles: Roles) -> dict[str, str]:
-    """Return what a start after a failure gets in addition: a run that begins anew continues no earlier run's work."""
+    """Return what a start after a failure gets in addition: when the last checkpoint of earlier runs was saved."""
     flags = roles.trainer_flags
     output_dir = parse_flag(flags, "output_dir")
     if not roles.max_failures or output_dir is None or parse_flag(flags, "resume") == "auto":
