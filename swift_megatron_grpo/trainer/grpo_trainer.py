@@ -35,7 +35,7 @@ from swift_megatron_grpo.trainer.start import Start, checkpoint_writer, moved_re
 from swift_megatron_grpo.training import draft_head, engine, passes, preparation, reference, trained_weights
 from swift_megatron_grpo.training.draft_head import DraftHead
 from swift_megatron_grpo.training.layers.attention_check import check_attention
-from swift_megatron_grpo.training.upstream_fixes import adapter_settings, hybrid_optimizer, sgd
+from swift_megatron_grpo.training.upstream_fixes import adapter_settings, hybrid_optimizer, resumed_schedule, sgd
 from swift_megatron_grpo.training.upstream_fixes.linear_attention import supply_context_parallelism
 from swift_megatron_grpo.training.upstream_fixes.marks import mark_sharded_parameters
 from swift_megatron_grpo.training.upstream_fixes.result_queue import end_writers_with_rank
@@ -109,8 +109,15 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     @torch.no_grad()  # the distributed optimizer's own loading of fp32 weights writes into views that need gradients
     def _load_checkpoint(self) -> None:
-        with hybrid_optimizer.loading(self.optimizer, with_states=not (self.args.finetune or self.args.no_load_optim)):
+        args, scheduler = self.args, self.opt_param_scheduler
+        with_states = not (args.finetune or args.no_load_optim)
+        with (
+            hybrid_optimizer.loading(self.optimizer, with_states),
+            resumed_schedule.settings_of_flags(scheduler),
+        ):
             super()._load_checkpoint()
+        if with_states:
+            resumed_schedule.continue_after(scheduler, self.state.iteration, args.global_batch_size)
 
     def merge_lora_adapters(self, adapter_name: str = "default") -> None:
         """Merge adapters while weights are exported (--merge_lora), instead of adding and subtracting them in place."""

@@ -6,13 +6,14 @@ With --resume auto, the command that was killed continues when it is started aga
 from __future__ import annotations
 
 import filecmp
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
-from tests.support.runs import PLUGINS, REWARDS, Finished, megatron_rlhf, read_json_lines
+from tests.support.runs import CANNED, PLUGINS, REWARDS, Finished, megatron_rlhf, read_json_lines
 from tests.support.servers import KEY, RolloutServer
 
 pytestmark = pytest.mark.e2e
@@ -186,3 +187,14 @@ def test_completions_of_a_rollout_killed_halfway_are_not_generated_again(
     assert set(finished.splitlines()) < set(lines) and len(lines) == 16
     assert not list((tmp_path / "dump").glob("*.partial"))
     check_equal(tmp_path / "broken", tmp_path / "whole")
+
+
+def test_a_run_that_is_made_longer_learns_at_the_rates_of_its_flags(inputs: tuple[Path, Path], tmp_path: Path) -> None:
+    """Its checkpoint was saved at the end of a schedule, at a learning rate of 0."""
+    flags = [*CANNED, "--resume", "auto", "--no_save_optim", "false"]
+    ended = megatron_rlhf(*inputs, tmp_path / "run", 1, [*flags, "--train_iters", "2"])
+    assert ended.code == 0 and ended.log[-1]["learning_rate"] == 0, ended.output[-4000:]
+    longer = megatron_rlhf(*inputs, tmp_path / "run", 1, [*flags, "--train_iters", "4", "--lr", "5e-4"])
+    assert longer.code == 0, longer.output[-4000:]
+    after = [5e-4 * (1 + math.cos(math.pi * step / 4)) / 2 for step in (3, 4)]
+    assert [step["learning_rate"] for step in longer.log[2:]] == pytest.approx(after, abs=1e-8)

@@ -7,6 +7,7 @@
     routers.py               the expert bias, which moves without a learning rate; losses that MoE layers add
     hybrid_optimizer.py      weights that are loaded after --optimizer_cpu_offload has copied them
     sgd.py                   SGD, whose saved state could not be loaded
+    resumed_schedule.py      learning rates and weight decay of a run that resumes, which are those of its flags
     result_queue.py          a helper process of checkpoint writing that outlives its rank
 
 Each file names the versions and the test that fails once upstream is fixed. A correction changes nothing where upstream
