@@ -110,7 +110,7 @@ class Shell:
                 self._declare(words[1:])
                 continue
             values = [value for word in words for value in self._expand(word)]
-            if values and _program_of(values[0]) in _WRAPPERS:
+            while values and _program_of(values[0]) in _WRAPPERS:
                 started = _start_of_launch(values)
                 given = filter(_ASSIGNMENT.match, values[:started])  # env A=1
                 local |= {name: text for name, _, text in (word.partition("=") for word in given)}
@@ -192,14 +192,15 @@ def _program_of(word: str) -> str:
 
 
 def _start_of_launch(values: list[str]) -> int:
-    """Return where the command begins that a wrapper starts, as far as it is one that is looked for; else the end."""
+    """Return where the command begins that a wrapper starts: the one that is looked for, else after plain options."""
     for place in range(1, len(values)):
         typed = (_program_of(values[place]), *values[place + 1 :])
         if _LAUNCHER.search(values[place]) or _text_of_shell(typed) is not None:
             return place
         if any(typed[: len(command)] == command for command in COMMANDS):
             return place
-    return len(values)
+    are_own = (word.startswith("-") or _ASSIGNMENT.match(word) is not None for word in values[1:])
+    return next((place for place, is_own in enumerate(are_own, start=1) if not is_own), len(values))
 
 
 def _text_of_shell(values: Sequence[str]) -> str | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swift_megatron_grpo.cli.check_script.shell import launches
+from swift_megatron_grpo.cli.check_script.shell import Shell, launches
 from tests.paths import REPOSITORY
 
 SCRIPT = """#!/bin/bash
@@ -152,6 +152,15 @@ def test_a_launch_behind_env_is_found(before: str) -> None:
 def test_a_launch_by_another_command_is_found(script: str) -> None:
     [launch] = launches(script)
     assert (launch.kind, launch.arguments, launch.environment) == ("rlhf", ("--lr", "1"), {"A": "1"})
+
+
+def test_another_command_loses_what_starts_it() -> None:
+    """`convert` looks for the commands of other trainers."""
+    script = "B=1 sudo -E env A=1 trl grpo --lr 1\nnohup ray job submit -- python3 train.py --lr 1"
+    assert [words for words, _ in Shell({}).run(script)] == [
+        ["trl", "grpo", "--lr", "1"],
+        ["python3", "train.py", "--lr", "1"],
+    ]
 
 
 @pytest.mark.parametrize(
